@@ -11,7 +11,7 @@ from lightning_feed.load.child import Child
 from lightning_feed.load.digest import differing
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.order import size_of
-from lightning_feed.load.rehearsal import Item, Reading, first_items, read_items, refers_to_shared
+from lightning_feed.load.rehearsal import Item, Reading, first_batch, first_items, read_items, refers_to_shared
 
 PROBE_S = 0.02
 """Seconds in which samples are chosen for a probe."""
@@ -38,19 +38,20 @@ class Probe:
         self._size = size_of(loader.dataset)
         self._child: Child[list[Reading]] | None = None
         self._first: list[Reading] = []
-        if not refers_to_shared(loader):
+        self._may_read = not refers_to_shared(loader)
+        if self._may_read:
             self._child = _child(partial(_choose_and_read, loader))
 
     def changed(self) -> bool:
-        """True if the samples are others now. Also true if the samples could not be read in time, and so are unknown;
-        false if they are never read, because reading them could change what is trained."""
+        """True if the samples are others now. Also true if they could not be read, and so are unknown. False if they
+        are never read, because reading them could change what is trained."""
         if not self._first:
             self._first = self._result(self._child)
             self._child = None
             taken_s = sum(sum(reading.seconds) for reading in self._first)
             self._limit_s = min(_FIRST_S, max(_LEAST_S, _PATIENCE * taken_s))
         if not self._first:
-            return False
+            return self._may_read
         if size_of(self._loader.dataset) != self._size:
             return True
         one, two = self._first
@@ -86,7 +87,10 @@ def _child(work: Callable[[], list[Reading]]) -> "Child[list[Reading]] | None":
 
 def _choose_and_read(loader: AnyLoader) -> list[Reading]:
     """Choose samples and read them twice: what differs then says nothing about changes."""
-    first = read_items(loader, islice(first_items(loader), MOST_SAMPLES), lambda seconds: sum(seconds) > PROBE_S)
+    try:
+        first = read_items(loader, islice(first_items(loader), MOST_SAMPLES), lambda seconds: sum(seconds) > PROBE_S)
+    except Exception:  # noqa: BLE001  # the collate function may refuse samples that are no batch
+        first = read_items(loader, first_batch(loader))
     return [first, read_items(loader, first.items)]
 
 

@@ -85,7 +85,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         why_prefetch += f"; {wanted_prefetch} would be too many: {limits.exceeded_by(wanted_workers, wanted_prefetch)}"
     if workers == 0:
         why_prefetch = "there are no workers to load ahead"
-        if wanted_workers > 0 or (workload.why_no_workers and why_workers == workload.why_no_workers):
+        if wanted_workers > 0 or workload.why_no_workers:
             warnings.append(f"num_workers=0: {why_workers}")
     pin_memory, why_pin = _pin(settings, workload)
     persistent, why_persistent = _persistent(settings, workload, workers)

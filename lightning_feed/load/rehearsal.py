@@ -33,17 +33,19 @@ from lightning_feed.load.worker import original_error
 PASS_S = 0.1
 """Seconds in which samples are chosen for the rehearsal. It reads each of them about six times."""
 MOST_SAMPLES = 32
-FEWEST_SAMPLES = 3
-SLOW_S = 0.3
-"""Two samples are enough if the first one takes longer than this."""
+FEWEST_SAMPLES = 8
+"""Samples that are read even if that takes longer: a generator that matters only now and then shows in several."""
+SLOW_S = 1.0
+"""Fewer samples are enough after this time."""
 LIMIT_S = 20.0
 """Seconds after which a part of the rehearsal that gave nothing counts as hanging."""
+_PARTS = 3
 _KEPT = 3.0
 """A dataset keeps what it reads if it reads samples again faster than before by more than this factor."""
 _LEAST_S = 1e-4
 """Samples that take less time than this need not be kept."""
-_NOT_COLLATED = "not collated"
 _DEEPEST = 4
+_OURS = "lightning_feed."
 
 Reason: TypeAlias = Literal["shared", "past", "collate", "alike", "workers", "file", "error", "time"]
 
@@ -98,7 +100,9 @@ class Rehearsal:
     """Seconds that the rehearsal took."""
 
 
-def rehearse(loader: AnyLoader, *, limit_s: float = LIMIT_S, stop: Callable[[], bool] = lambda: False) -> Rehearsal:
+def rehearse(
+    loader: AnyLoader, *, limit_s: float = _PARTS * LIMIT_S, stop: Callable[[], bool] = lambda: False
+) -> Rehearsal:
     """See whether a loader's samples and batches stay the same in worker processes. Takes about a second.
 
     Args:
@@ -152,6 +156,14 @@ def first_items(loader: AnyLoader) -> Iterator[Item]:
         yield Item(index, number)
 
 
+def first_batch(loader: AnyLoader) -> list[Item]:
+    """Draw the indices of the first batch, for a collate function that refuses other samples."""
+    _seed(0)
+    batches = ([index] for index in loader.sampler) if loader.batch_sampler is None else loader.batch_sampler
+    drawn = next(iter(batches), [])
+    return [Item(index, number) for number, index in enumerate(drawn)]
+
+
 def read_items(
     loader: AnyLoader, items: Iterable[Item], is_enough: Callable[[list[float]], bool] = lambda _: False
 ) -> Reading:
@@ -191,11 +203,7 @@ def _read(dataset: AnyDataset, item: Item, *, batched: bool) -> Sample:
 
 
 def _collated(samples: list[Sample], collate: Callable[[Any], Batch], *, batched: bool) -> Batch:
-    """Collate samples. They need not be a batch of the user's, so a function that refuses them says nothing."""
-    try:
-        return collate(samples) if batched else [collate(sample) for sample in samples]
-    except Exception:  # noqa: BLE001  # of the user's code
-        return _NOT_COLLATED
+    return collate(samples) if batched else [collate(sample) for sample in samples]
 
 
 def _seed(seed: int) -> None:
@@ -261,7 +269,7 @@ class _Rehearsing:
         """Read samples after different pasts, then through workers."""
         loader = self._loader
         try:
-            ((first, drawn_from),) = self._in_children(partial(_read_first, loader))
+            first, drawn_from = self._first_reading()
             items = first.items
             if len(items) < 2:
                 return Rehearsal()
@@ -274,6 +282,17 @@ class _Rehearsing:
         seen = _Seen(first, *again, *both)
         keeps = _is_kept(*(reading.seconds for reading in both))
         return Rehearsal(refusal=self._refusal(seen, drawn_from), keeps=keeps, fingerprint=seen.fingerprint())
+
+    def _first_reading(self) -> tuple[Reading, set[str]]:
+        """Some samples in a fresh process; the first batch if the collate function refuses them."""
+        try:
+            (result,) = self._in_children(partial(_read_first, self._loader))
+        except NoAnswer:
+            raise
+        except FeedError:
+            (result,) = self._in_children(partial(_read_first, self._loader, whole_batch=True))
+        first: tuple[Reading, set[str]] = result
+        return first
 
     def _in_children(self, *works: Callable[[], Any]) -> list[Any]:
         self._limit_s = max(0.1, min(LIMIT_S, self._until_s - time.monotonic()))
@@ -321,17 +340,24 @@ def _is_kept(first_s: list[float], second_s: list[float]) -> bool:
 # --- in a child -------------------------------------------------------------------------------------------------------
 
 
-def _read_first(loader: AnyLoader) -> tuple[Reading, set[str]]:
+def _read_first(loader: AnyLoader, *, whole_batch: bool = False) -> tuple[Reading, set[str]]:
     """Choose samples and read them. Also returns the names of the default generators from which they draw."""
-    reading = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
+    if whole_batch:
+        reading = read_items(loader, first_batch(loader))
+    else:
+        reading = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
     generators = DefaultGenerators()
-    read_items(loader, [Item(index, None) for index, _ in reading.items[:2]])
+    read_items(loader, _unseeded(reading.items))
     return reading, set(generators.used())
+
+
+def _unseeded(items: list[Item]) -> list[Item]:
+    return [Item(index, None) for index, _ in items]
 
 
 def _is_enough(seconds: list[float]) -> bool:
     if len(seconds) < FEWEST_SAMPLES:
-        return len(seconds) == FEWEST_SAMPLES - 1 and seconds[0] > SLOW_S
+        return len(seconds) > 1 and sum(seconds) > SLOW_S
     return sum(seconds) > PASS_S
 
 
@@ -357,7 +383,7 @@ class _Heard(NamedTuple):
 
 
 def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
-    unseeded = [Item(index, None) for index, _ in items]
+    unseeded = _unseeded(items)
     is_batched = loader.batch_sampler is not None
     init = _InitOfDataset(loader.worker_init_fn)
     before = positions()
@@ -420,11 +446,12 @@ class _InitOfDataset:
 def _changed_name(loader: AnyLoader) -> str:
     """Return the attribute of the dataset or the collate function that changes when samples are read.
 
-    Attributes are compared by what pickle would send of them to a worker. Empty if none is seen to change.
+    Attributes are compared by what pickle would send of them to a worker. Empty if no attribute of the user is seen to
+    change.
     """
     roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
     before = {name: _attributes(root, name, _DEEPEST) for name, root in roots.items()}
-    read_items(loader, islice(first_items(loader), FEWEST_SAMPLES))
+    _read_first(loader)
     for name, root in roots.items():
         after = _attributes(root, name, _DEEPEST)
         changed = [path for path, digest in after.items() if before[name].get(path, digest) != digest]
@@ -438,7 +465,8 @@ def _attributes(holder: object, path: str, depth: int) -> dict[str, Digests]:
     digests = {}
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         inner = f"{path}.{name}"
-        digests[inner] = digests_of(value)
+        if not type(holder).__module__.startswith(_OURS):
+            digests[inner] = digests_of(value)
         if depth > 1:
             digests |= _attributes(value, inner, depth - 1)
     return digests

@@ -109,12 +109,27 @@ def test_a_dataset_that_refers_to_what_processes_share_is_not_probed() -> None:
     assert not Probe(DataLoader(data, batch_size=4)).changed()
 
 
+def test_a_collate_function_that_takes_only_whole_batches_is_probed_with_one() -> None:
+    def whole(samples: list[Any]) -> Any:
+        return torch.tensor([value for _, value in samples]).view(4, 1)
+
+    data = Data(lambda data, index: float(data.array[index]))
+    probe = Probe(DataLoader(data, batch_size=4, collate_fn=whole))
+    assert not probe.changed()
+    data.array.fill(1)
+    assert probe.changed()
+
+
 def test_samples_that_can_no_longer_be_read_count_as_changed() -> None:
     data = Data(lambda data, index: data.array[index])
     probe = Probe(DataLoader(data, batch_size=4))
     assert not probe.changed()
     data.array = None  # type: ignore[assignment]
     assert probe.changed()
+
+
+def test_samples_that_could_never_be_read_are_unknown_and_so_count_as_changed() -> None:
+    assert Probe(DataLoader(Data(lambda *_: [][0]), batch_size=4)).changed()
 
 
 def test_a_probe_that_was_never_asked_leaves_no_process() -> None:

@@ -132,6 +132,35 @@ def test_datasets_of_the_same_class_and_length_have_different_fingerprints() -> 
     assert rehearsed(lambda index: torch.tensor([index + 1])).fingerprint != first.fingerprint
 
 
+class Buckets:
+    """Batches of samples of one length, as a bucketing sampler makes them."""
+
+    def __iter__(self) -> Any:
+        return iter([[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_collate_function_that_takes_only_the_loaders_own_batches_is_rehearsed_with_one() -> None:
+    buckets: Any = Buckets()
+    assert rehearse(DataLoader(Rows(lambda index: torch.rand(index)), batch_sampler=buckets)).refusal is None
+
+    rng = random.Random(0)
+
+    def picky(samples: list[Any]) -> Any:
+        return torch.stack(samples).view(4, 3) * rng.random()
+
+    pairs: Any = [[0, 1, 2, 3]] * 9
+    refusal = rehearse(DataLoader(Rows(lambda _: torch.ones(3)), batch_sampler=pairs, collate_fn=picky)).refusal
+    assert refusal is not None
+    assert refusal.reason == "collate"
+
+
+def test_a_collate_function_that_fails_for_the_loaders_own_batch_is_refused() -> None:
+    assert reason(lambda index: torch.ones(1 + index % 7)) == "error"
+
+
 # --- state anywhere ---------------------------------------------------------------------------------------------------
 
 
@@ -417,7 +446,7 @@ def test_a_dataset_that_keeps_what_it_reads_is_told_by_its_speed() -> None:
 
 
 def test_slow_samples_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLOW_S", 0.01)
+    monkeypatch.setattr(module, "SLOW_S", 0.03)
     counts = multiprocessing.get_context("fork").RawArray("i", 1)
     monkeypatch.setattr(module, "refers_to_shared", lambda _: "")
 
@@ -427,4 +456,4 @@ def test_slow_samples_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> N
         return index
 
     assert reason(slow) == ""
-    assert counts[0] <= 2 * 9
+    assert counts[0] <= 2 * 9  # two samples
