@@ -455,7 +455,7 @@ class FeedLoader(DataLoader[Batch]):
         if not all(map(is_ours, self._index.samplers.values())):
             return False
         if self._refers_to_shared is None:
-            from lightning_feed.load.rehearsal import refers_to_shared
+            from lightning_feed.load.shared_objects import refers_to_shared
 
             self._refers_to_shared = bool(refers_to_shared(self))
         return not has_set_epoch(self.dataset) and not self._refers_to_shared

@@ -11,7 +11,8 @@ from lightning_feed.load.child import Child
 from lightning_feed.load.digest import differing
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.order import size_of
-from lightning_feed.load.rehearsal import Item, Reading, first_batch, first_items, read_items, refers_to_shared
+from lightning_feed.load.rehearsal import Item, Reading, first_batch, first_items, read_items
+from lightning_feed.load.shared_objects import refers_to_shared
 
 PROBE_S = 0.02
 """Seconds in which samples are chosen for a probe."""

@@ -27,7 +27,7 @@ from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sampl
 from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker
 from lightning_feed.load.random_state import DefaultGenerators
-from lightning_feed.load.shared_objects import shared_object
+from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.worker import original_error
 
 PASS_S = 0.1
@@ -121,12 +121,6 @@ def rehearse(
     return replace(rehearsal, seconds=time.monotonic() - began_s)
 
 
-def refers_to_shared(loader: AnyLoader) -> str:
-    """Return the class of an object shared by processes to which a loader refers. Empty if none was found."""
-    names = ("dataset", "collate_fn", "worker_init_fn", "sampler", "batch_sampler")
-    return shared_object(*(getattr(loader, name, None) for name in names))
-
-
 class Item(NamedTuple):
     """A sample to read."""
 
@@ -160,7 +154,7 @@ def first_batch(loader: AnyLoader) -> list[Item]:
     """Draw the indices of the first batch, for a collate function that refuses other samples."""
     _seed(0)
     batches = ([index] for index in loader.sampler) if loader.batch_sampler is None else loader.batch_sampler
-    drawn = next(iter(batches), [])
+    drawn: list[Index] = next(iter(batches), [])
     return [Item(index, number) for number, index in enumerate(drawn)]
 
 

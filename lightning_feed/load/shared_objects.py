@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from multiprocessing.connection import Connection
-from multiprocessing.managers import BaseManager, BaseProxy
+from multiprocessing.managers import BaseProxy
 from multiprocessing.queues import Queue, SimpleQueue
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.counts import SharedCounts
+from lightning_feed.load.kinds import AnyLoader
 
 _SHARED = (
     socket.socket,
@@ -39,7 +40,6 @@ _SHARED = (
     Event,
     SemLock,
     SharedMemory,
-    BaseManager,
     BaseProxy,
     ctypes.Array,
     ctypes._SimpleCData,
@@ -53,6 +53,12 @@ _NOT_FOLLOWED_MODULES = ("lightning.", "pytorch_lightning.", "lightning_fabric."
 _MOST_OBJECTS = 20_000
 _MOST_PARTS = 100
 """Largest number of parts of one object that are looked at: a list may hold all samples."""
+
+
+def refers_to_shared(loader: AnyLoader) -> str:
+    """Return the class of an object shared by processes to which a loader refers. Empty if none was found."""
+    names = ("dataset", "collate_fn", "worker_init_fn", "sampler", "batch_sampler")
+    return shared_object(*(getattr(loader, name, None) for name in names))
 
 
 def shared_object(*roots: object) -> str:

@@ -444,9 +444,10 @@ def _keep_leases() -> None:
 def _after_fork_in_parent() -> None:
     _keep_leases()  # also of batches that other threads have received since
     _fork.child = _UNNOTED
-    if _fork.write_end is not None:
-        os.close(_fork.write_end)
-        _fork.write_end = None
+    write_end = _fork.write_end
+    _fork.write_end = None  # first: after a signal at the end of close(), a second close() would hit another file
+    if write_end is not None:
+        os.close(write_end)
 
 
 def _after_fork_in_child() -> None:

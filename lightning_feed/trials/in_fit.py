@@ -18,8 +18,9 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.rehearsal import Refusal, Rehearsal, refers_to_shared, rehearse
+from lightning_feed.load.rehearsal import Refusal, Rehearsal, rehearse
 from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster, Setting
+from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import has_threads, set_hand_over, twin_of

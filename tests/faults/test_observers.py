@@ -27,10 +27,11 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import autotune, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.slot_loaders import in_slots
 from lightning_feed.measure import guard, hook_times, loop
 from lightning_feed.measure.step_meter import EventRing
-from lightning_feed.trials import tune_loader
+from lightning_feed.trials import in_fit, tune_loader
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
@@ -67,8 +68,20 @@ PASS_ON = {
     "GPUStarvationCallback._new_guard",
     "AutotuneCallback._new_guard",
 }
-SILENT = {"_ConsoleHandler.emit", "LoaderPass.__del__", "IndexSource._walk", "_Draws._draw"}
-"""What would say it, and what Python calls at the end of an object or a generator, where it ignores errors."""
+SILENT = {
+    "_ConsoleHandler.emit",
+    "LoaderPass.__del__",
+    "Probe.close",
+    "IndexSource._walk",
+    "_Draws._draw",
+    "_before_fork",
+    "_keep_leases",
+    "_after_fork_in_parent",
+    "memories",
+    "SlotMemory.keep_leases",
+}
+"""What would say it, and what Python calls at the end of an object or a generator, or around a fork, where it ignores
+errors."""
 Function = tuple[str, str, int]
 """File, name and line."""
 
@@ -213,6 +226,7 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tune_loader.Store, "load", lambda *_: None)  # each fit makes its trials
     monkeypatch.setattr(tune_loader, "run_trial", Trials({0: 0.1, 1: 0.1, 2: 0.03}))
+    monkeypatch.setattr(in_fit, "rehearse", lambda *_, **__: Rehearsal())
 
 
 FITS = (with_loggers, with_workers, with_moves)

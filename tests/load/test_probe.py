@@ -168,6 +168,7 @@ def test_chosen_workers_start_anew_when_the_dataset_has_changed() -> None:
     assert seen(loader) == [1]
     data.array.fill(2)
     assert seen(loader) == [2]
+    loader._iterator = None  # ends the workers
 
 
 def test_a_dataset_that_changes_within_an_epoch_is_loaded_without_workers(caplog: pytest.LogCaptureFixture) -> None:
