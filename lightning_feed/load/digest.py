@@ -1,4 +1,4 @@
-"""Digests of samples and batches, by which to compare what different processes have made."""
+"""Digests of samples and batches, by which to compare what different processes have made, and their sizes."""
 
 import hashlib
 import io
@@ -7,21 +7,37 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 Digests: TypeAlias = tuple[bytes, ...]
 """A digest of the structure of a value, and one of each of its leaves."""
 _BYTES = 16
+_DEEPEST = 8
 
 
-def digests_of(value: object) -> Digests:
+def digests_of(value: object, *, sent: bool = False) -> Digests:
     """Return the digests of a sample or batch of any structure.
 
     Two values of equal content have the same digests in all processes forked from one. Dicts, lists and tuples are
     taken apart; any other object is a leaf, digested by what pickle would send of it to a worker process.
+
+    Args:
+        value: the sample or batch.
+        sent: True to raise pickle's error if a leaf cannot be sent to another process.
     """
     leaves, structure = tree_flatten(value)
-    return (_digest(repr(structure)), *map(_digest, leaves))
+    return (_digest(repr(structure)), *(_digest(leaf, sent=sent) for leaf in leaves))
+
+
+def leaf_sizes(batch: object, depth: int = 0) -> list[int]:
+    """Return the bytes of each tensor and array in a batch of any structure."""
+    sizes = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, (torch.Tensor, np.ndarray)):
+            sizes.append(int(leaf.nbytes))
+        elif depth < _DEEPEST:
+            sizes += leaf_sizes(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
+    return sizes
 
 
 def differing(one: Digests, other: Digests) -> set[int]:
@@ -31,14 +47,16 @@ def differing(one: Digests, other: Digests) -> set[int]:
     return {position for position, (left, right) in enumerate(zip(one, other, strict=True)) if left != right}
 
 
-def _digest(leaf: object) -> bytes:
+def _digest(leaf: object, *, sent: bool = False) -> bytes:
     sink = _Sink()
     pickler = _ContentPickler(sink, pickle.HIGHEST_PROTOCOL)
     # Without its memo, pickle writes the same bytes whether two equal parts are one object or two.
     pickler.fast = True
     try:
         pickler.dump(leaf)
-    except Exception:  # noqa: BLE001  # raised by code of the object: it can only be told by its class
+    except Exception:  # raised by code of the object: it can only be told by its class
+        if sent:
+            raise
         sink.write(type(leaf).__qualname__.encode())
     return sink.hash.digest()
 

@@ -11,7 +11,7 @@ from lightning_feed.load.child import Child
 from lightning_feed.load.digest import differing
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.order import size_of
-from lightning_feed.load.rehearsal import Item, Reading, first_batch, first_items, read_items
+from lightning_feed.load.rehearsal import LARGE_BYTES, Item, Reading, first_batch, first_items, read_items
 from lightning_feed.load.shared_objects import refers_to_shared
 
 PROBE_S = 0.02
@@ -89,10 +89,14 @@ def _child(work: Callable[[], list[Reading]]) -> "Child[list[Reading]] | None":
 def _choose_and_read(loader: AnyLoader) -> list[Reading]:
     """Choose samples and read them twice: what differs then says nothing about changes."""
     try:
-        first = read_items(loader, islice(first_items(loader), MOST_SAMPLES), lambda seconds: sum(seconds) > PROBE_S)
+        first = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
     except Exception:  # noqa: BLE001  # the collate function may refuse samples that are no batch
         first = read_items(loader, first_batch(loader))
     return [first, read_items(loader, first.items)]
+
+
+def _is_enough(seconds: list[float], nbytes: int) -> bool:
+    return sum(seconds) > PROBE_S or nbytes > LARGE_BYTES
 
 
 def _read_again(loader: AnyLoader, items: list[Item]) -> list[Reading]:

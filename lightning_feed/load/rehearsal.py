@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.child import NoAnswer, run_in_children
-from lightning_feed.load.digest import Digests, differing, digests_of
+from lightning_feed.load.digest import Digests, differing, digests_of, leaf_sizes
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sample
 from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker
@@ -36,7 +36,9 @@ MOST_SAMPLES = 32
 FEWEST_SAMPLES = 8
 """Samples that are read even if that takes longer: a generator that matters only now and then shows in several."""
 SLOW_S = 1.0
-"""Fewer samples are enough after this time."""
+LARGE_BYTES = 2**24
+"""Fewer samples are enough after this time, or if they are larger together: a container has 64 MB of shared memory by
+default (docs.docker.com/reference/cli/docker/container/run, --shm-size), and two workers hold a batch each."""
 LIMIT_S = 20.0
 """Seconds after which a part of the rehearsal that gave nothing counts as hanging."""
 _PARTS = 3
@@ -159,17 +161,18 @@ def first_batch(loader: AnyLoader) -> list[Item]:
 
 
 def read_items(
-    loader: AnyLoader, items: Iterable[Item], is_enough: Callable[[list[float]], bool] = lambda _: False
+    loader: AnyLoader, items: Iterable[Item], is_enough: Callable[[list[float], int], bool] = lambda *_: False
 ) -> Reading:
     """Read samples, and collate them, in this process.
 
     Args:
         loader: the loader to which the samples belong.
         items: the samples.
-        is_enough: called with the seconds of the samples so far; returns True to read no more.
+        is_enough: called with the seconds of each sample so far, and the bytes of all; returns True to read no more.
     """
     reading = Reading([], [], (), [])
     samples = []
+    nbytes = 0
     for item in items:
         began_s = time.perf_counter()
         sample = _read(loader.dataset, item, batched=loader.batch_sampler is not None)
@@ -177,7 +180,8 @@ def read_items(
         reading.items.append(item)
         reading.samples.append(digests_of(sample))
         samples.append(sample)
-        if is_enough(reading.seconds):
+        nbytes += sum(leaf_sizes(sample))
+        if is_enough(reading.seconds, nbytes):
             break
     if not samples:
         return reading
@@ -198,6 +202,11 @@ def _read(dataset: AnyDataset, item: Item, *, batched: bool) -> Sample:
 
 def _collated(samples: list[Sample], collate: Callable[[Any], Batch], *, batched: bool) -> Batch:
     return collate(samples) if batched else [collate(sample) for sample in samples]
+
+
+def _digested(samples: list[Sample], collate: Callable[[Any], Batch], *, batched: bool) -> Digests:
+    """The digests of a batch, which take no shared memory on their way out of a worker."""
+    return digests_of(_collated(samples, collate, batched=batched), sent=True)
 
 
 def _seed(seed: int) -> None:
@@ -349,10 +358,10 @@ def _unseeded(items: list[Item]) -> list[Item]:
     return [Item(index, None) for index, _ in items]
 
 
-def _is_enough(seconds: list[float]) -> bool:
+def _is_enough(seconds: list[float], nbytes: int) -> bool:
     if len(seconds) < FEWEST_SAMPLES:
-        return len(seconds) > 1 and sum(seconds) > SLOW_S
-    return sum(seconds) > PASS_S
+        return len(seconds) > 1 and (sum(seconds) > SLOW_S or nbytes >= LARGE_BYTES)
+    return sum(seconds) > PASS_S or nbytes >= LARGE_BYTES
 
 
 def _read_all(loader: AnyLoader, passes: list[list[Item]]) -> list[Reading]:
@@ -386,7 +395,7 @@ def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
             _SeededDataset(loader.dataset, batched=is_batched),
             batch_sampler=[unseeded, unseeded, items, items[::-1]],
             num_workers=2,
-            collate_fn=partial(_collated, collate=loader.collate_fn, batched=is_batched),
+            collate_fn=partial(_digested, collate=loader.collate_fn, batched=is_batched),
             worker_init_fn=init,
             multiprocessing_context=loader.multiprocessing_context,
         )
@@ -398,7 +407,7 @@ def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
         if moved:
             return _Heard((), (), (), (), set(), moved)
         raise LoaderError(ended_worker(batches, error) or ": ".join(original_error(error))) from error
-    one, other, forward, backward = map(digests_of, made)
+    one, other, forward, backward = made
     return _Heard(one, other, forward, backward, init.alike(), moved_file(before))
 
 

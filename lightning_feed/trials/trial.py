@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, multiprocessing
-from torch.utils._pytree import tree_leaves
+from torch import multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.child import NoAnswer, run_in_children
+from lightning_feed.load.digest import leaf_sizes
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
@@ -282,7 +282,6 @@ class _Steps:
         )
 
 
-_DEEPEST = 8
 _SLOW_PERCENTILE = 90
 """Percentile of the longest waits of all rounds that counts as a slow batch."""
 _END = object()
@@ -304,14 +303,3 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
         except (OSError, KeyError):
             return None
     return total
-
-
-def leaf_sizes(batch: object, depth: int = 0) -> list[int]:
-    """Return the bytes of each tensor and array in a batch of any structure."""
-    sizes = []
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, (Tensor, np.ndarray)):
-            sizes.append(int(leaf.nbytes))
-        elif depth < _DEEPEST:
-            sizes += leaf_sizes(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
-    return sizes

@@ -457,3 +457,23 @@ def test_slow_samples_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert reason(slow) == ""
     assert counts[0] <= 2 * 9  # two samples
+
+
+def test_large_samples_are_few_and_fill_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE_BYTES", 4096)
+    monkeypatch.setattr(module, "refers_to_shared", lambda _: "")
+    counts = multiprocessing.get_context("fork").RawArray("i", 1)
+
+    def large(index: int) -> torch.Tensor:
+        counts[0] += 1
+        return torch.full((1024,), float(index))
+
+    assert reason(large) == ""
+    assert counts[0] <= 2 * 9  # two samples
+
+
+def test_batches_that_cannot_be_sent_from_a_worker_are_refused() -> None:
+    refusal = rehearsed(lambda _: 1, collate_fn=lambda samples: [lambda: samples]).refusal
+    assert refusal is not None
+    assert refusal.reason == "workers"
+    assert "pickle" in refusal.detail
