@@ -1,6 +1,6 @@
 """Watches workers that the user has asked ``wrap`` to add to a training loader without workers."""
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.autotune import AutotuneCallback
@@ -21,7 +21,7 @@ class GivenWorkers(AutotuneCallback):
 
     def _prepare(self, trainer: AnyTrainer, loader: AnyLoader) -> DataLoader[Batch] | None:
         original = getattr(loader, WITHOUT_WORKERS, None)
-        if self._loaders != 1 or original is None:
+        if self._loaders != 1 or original is None or isinstance(original.dataset, IterableDataset):
             return None
         if self._loader is None:
             self._loader = TunedLoader(trainer, original)

@@ -25,6 +25,10 @@ from lightning_feed.trials.cloning import twin_of
 logger = logging.getLogger(__name__)
 
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_STREAM = (
+    "the dataset is a stream: each worker yields all of its samples, unless it divides them by "
+    "torch.utils.data.get_worker_info()"
+)
 _IN_PLACE_NEEDS_WORKERS = (
     "Batches in place need workers. FastDataModule.wrap(datamodule, LoaderSettings(num_workers='tune')) tries "
     "numbers of workers."
@@ -141,6 +145,8 @@ class WrappedLoaders(ChosenSettings):
             else:
                 setting = setting.with_workers(settings.num_workers)
                 reasons["num_workers"] = "as given"
+                if isinstance(loader.dataset, IterableDataset) and setting.num_workers > 1:
+                    warnings = (_STREAM,)
         if not setting.num_workers:
             unused = ", ".join(f"{name}={value!r}" for name, value in settings.asking_for_workers().items())
             if unused and not warnings:

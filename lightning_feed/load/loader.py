@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
 from lightning_feed.load.kinds import AnyDataset, Batch, State
-from lightning_feed.load.loader_pass import LoaderPass
+from lightning_feed.load.loader_pass import NO_SUBSTITUTES, LoaderPass, Substitutes
 from lightning_feed.load.order import (
     DrawsOf,
     EpochOrder,
@@ -49,7 +49,7 @@ from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.slots import own_forks
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.streams import RepeatsWarning, may_repeat
-from lightning_feed.load.worker import refuse_unsendable
+from lightning_feed.load.worker import original_error, refuse_unsendable
 
 if TYPE_CHECKING:  # imported only by loaders that use them
     from lightning_feed.load.probe import Probe
@@ -257,10 +257,37 @@ class FeedLoader(DataLoader[Batch]):
                 type(self.dataset).__name__,
                 taken,
             )
-            # Torch refuses to change some of these attributes in the usual way.
-            vars(self).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
-            self.multiprocessing_context = None
-            self.probed = False
+            self._give_up_workers()
+        return self._rest_from(state)
+
+    def _recover(self, error: BaseException) -> LoaderPass | None:
+        """Go on without the workers that the user has not asked for, if the user's code fails in them.
+
+        Code may fail only there: a worker may have no processes of its own, for example. If it fails everywhere, the
+        error comes again.
+        """
+        failed_in_worker = isinstance(error, Exception) and "DataLoader worker process" in str(error)
+        if not failed_in_worker or isinstance(error, FeedError) or not self.may_draw_again():
+            return None
+        logger.warning(
+            "The dataset (%s) fails in worker processes (%s), so from now on batches are made without them. If the "
+            "error comes again, the workers are not its cause.",
+            type(self.dataset).__name__,
+            ": ".join(original_error(error)),
+        )
+        state = self.state_dict()
+        shut_down_workers(self._iterator)
+        self._give_up_workers()
+        return self._rest_from(state)
+
+    def _give_up_workers(self) -> None:
+        # Torch refuses to change some of these attributes in the usual way.
+        vars(self).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
+        self.multiprocessing_context = None
+        self.probed = False
+
+    def _rest_from(self, state: State) -> LoaderPass:
+        """Begin a pass that yields the rest of the present one."""
         self._probe = None
         self.load_state_dict(state)
         with torch.random.fork_rng(devices=[]):  # the pass has drawn its seeds already
@@ -276,8 +303,11 @@ class FeedLoader(DataLoader[Batch]):
             stages.append(background)
         if self.decode is not None:
             stages.append(Decoding(self.decode, stages[-1]))
-        look = self._look if self._probe is not None and self._is_first else None
-        return LoaderPass(stages, maker, position, background, self.watch, look)
+        substitutes = NO_SUBSTITUTES
+        if self.probed and self.num_workers:
+            is_looked_at = self._probe is not None and self._is_first
+            substitutes = Substitutes(self._look if is_looked_at else NO_SUBSTITUTES.look, self._recover)
+        return LoaderPass(stages, maker, position, background, self.watch, substitutes)
 
     def _give_out(self, position: Pass) -> None:
         """Make the index source yield the indices of a pass, and record the present configuration."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from lightning_feed.load.watchdog import LateBatch, Watch
 
 
+class Substitutes(NamedTuple):
+    """Functions that may return a pass that yields the rest in place of the present one."""
+
+    look: "Callable[[int], LoaderPass | None]"
+    """Called with the number of taken batches before each batch."""
+    recover: "Callable[[BaseException], LoaderPass | None]"
+    """Called with an error of the present pass, or with the StopIteration at its end."""
+
+
+NO_SUBSTITUTES = Substitutes(look=lambda _: None, recover=lambda _: None)
+
+
 class LoaderPass(Iterator[Batch]):
     """One pass over a FeedLoader. The pass ends when exhausted, closed or garbage-collected, or after an error.
 
@@ -25,8 +37,7 @@ class LoaderPass(Iterator[Batch]):
         position: counts the yielded batches.
         background: the stage that reads ahead in a thread, if any.
         watch: time after which to warn of a missing batch; None for no warning.
-        look: called with the number of taken batches before each batch. May return a pass that yields the rest in place
-            of this one. None if no other pass may.
+        substitutes: may find a pass that yields the rest in place of this one.
 
     Attributes:
         taken: number of yielded batches.
@@ -42,7 +53,7 @@ class LoaderPass(Iterator[Batch]):
         position: Pass,
         background: "BackgroundIterator | None" = None,
         watch: "Watch | None" = None,
-        look: "Callable[[int], LoaderPass | None] | None" = None,
+        substitutes: Substitutes = NO_SUBSTITUTES,
     ) -> None:
         self._maker = maker
         self._stages = tuple(stages)
@@ -51,7 +62,7 @@ class LoaderPass(Iterator[Batch]):
         self.position = position
         self.taken = 0
         self.background = background
-        self._look = look
+        self._substitutes = substitutes
         self._rest: LoaderPass | None = None
         if watch is not None:
             from lightning_feed.load.watchdog import LateBatch
@@ -72,13 +83,11 @@ class LoaderPass(Iterator[Batch]):
                 late.begin()
             with traced("loader_next"):
                 batch = next(self._last)
-        except StopIteration as end:
-            problem = self._ended(end)
-            if problem is None:
-                raise
-            raise problem from end
         except BaseException as error:
-            clearer = self._failed(error)
+            self._rest = self._substitutes.recover(error)
+            if self._rest is not None:
+                return next(self._rest)
+            clearer = self._ended(error) if isinstance(error, StopIteration) else self._failed(error)
             if clearer is None:
                 raise
             raise clearer from error
@@ -90,10 +99,9 @@ class LoaderPass(Iterator[Batch]):
 
     def _found_rest(self) -> "LoaderPass | None":
         """Look for a pass that yields the rest in place of this one."""
-        if self._look is not None:
-            self._rest = self._look(self.taken)
+        self._rest = self._substitutes.look(self.taken)
         if self._rest is not None:
-            self._look = None
+            self._substitutes = NO_SUBSTITUTES
         return self._rest
 
     @property
@@ -143,7 +151,7 @@ class LoaderPass(Iterator[Batch]):
 
     def close(self) -> None:
         """End the pass and its threads. Persistent workers stay alive. A second call does nothing."""
-        self._look = None
+        self._substitutes = NO_SUBSTITUTES
         if self._rest is not None:
             self._rest.close()
         if self._late is not None:

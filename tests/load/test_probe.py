@@ -34,6 +34,7 @@ class Data(Dataset[Any]):
         self.names = {"a"}
         self.deep = Inner(Inner(Inner(Inner(Inner(Inner())))))
         self.function = lambda: 0
+        self.is_rehearsed = False
 
     def __len__(self) -> int:
         return SAMPLES
@@ -194,3 +195,34 @@ def test_workers_that_the_user_asked_for_hold_copies() -> None:
     data.array.fill(1)
     assert seen(loader) == [0]
     loader._iterator = None
+
+
+def test_a_dataset_that_fails_only_in_chosen_workers_is_loaded_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    def read(data: Data, index: int) -> int:
+        if index == 40 and data.is_rehearsed and torch.utils.data.get_worker_info() is not None:
+            raise AssertionError("daemonic processes are not allowed to have children")
+        return index
+
+    data = Data(read)
+    loader = Fast(data).train_dataloader()
+    assert loader.num_workers
+    data.is_rehearsed = True  # the rehearsal reads only some samples
+    trained = [int(value) for _, values in loader for value in values]
+    assert sorted(trained) == list(range(SAMPLES))
+    assert loader.num_workers == 0
+    assert "fails in worker processes (AssertionError: daemonic processes" in caplog.text
+    assert sorted(seen(loader)) == list(range(SAMPLES))
+
+
+def test_an_error_that_is_no_fault_of_the_workers_is_raised() -> None:
+    def read(data: Data, index: int) -> int:
+        if index == 40 and data.is_rehearsed:
+            raise ValueError("a bad sample")
+        return index
+
+    data = Data(read)
+    loader = Fast(data).train_dataloader()
+    data.is_rehearsed = True
+    with pytest.raises(ValueError, match="a bad sample"):
+        list(loader)
+    assert loader.num_workers == 0
