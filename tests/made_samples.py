@@ -12,6 +12,7 @@ from torchvision.transforms.v2.functional import resize_image
 
 from lightning_feed.errors import DatasetError
 from lightning_feed.images.choose import make_decoder
+from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.crop import CropSpec, TrainRecipe
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 from lightning_feed.load.collate import BadSamples
@@ -70,6 +71,13 @@ def dataset(
         bad_samples=BadSamples(on_error),
         encoded=encoded,
     )
+
+
+def nvjpeg_dataset(files: Any, recipe: Any = None, **options: Any) -> Any:
+    """A dataset of these files as ``backend="nvjpeg"`` has it."""
+    made = dataset(files, recipe, **options)
+    made.cpu_part = CpuShare()
+    return made
 
 
 def batch_of(made: ImageDataset, seed: int = 0) -> EncodedBatch:

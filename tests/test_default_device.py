@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from images.made_images import WHOLE
-from made_samples import batch_of, dataset, jpegs, photo
+from made_samples import batch_of, jpegs, nvjpeg_dataset, photo
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
-from lightning_feed.images.nvjpeg import decode_batch
+from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
@@ -93,7 +93,7 @@ def test_decoded_batches_are_the_same_under_a_default_device() -> None:
         return [torch.ops.image.decode_jpeg(file, 3, False) for file in files]
 
     def decoded() -> list[Any]:
-        made = dataset([*jpegs(3), WHOLE["WebP"], None], on_error="substitute")
-        return [decode_batch(batch_of(made), made, decode)]
+        made = nvjpeg_dataset([*jpegs(3), WHOLE["WebP"], None], on_error="substitute")
+        return [decode_batch(batch_of(made), made, torch.device("cpu"), decode=decode)]
 
     assert_same_under_a_default_device(decoded)

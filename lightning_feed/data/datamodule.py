@@ -439,10 +439,6 @@ class FeedDataModule:
         """Return the decoder that the loader runs on the batches from its workers; None if they need no decoding."""
         return None
 
-    def _feed_on_device(self, batch: object, split: str) -> object:
-        """Return a batch in the form that ``device_transform`` expects."""
-        return batch
-
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_attach(self) -> None:
@@ -505,7 +501,7 @@ class FeedDataModule:
         moved = release(moved)
         split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
-            transformed = self.device_transform(self._feed_on_device(moved, split), split)
+            transformed = self.device_transform(moved, split)
         if transformed is None and moved is not None:
             raise LoaderError(
                 f"{type(self).__name__}.device_transform returned None in place of a batch. End it with `return batch`."

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -19,11 +19,14 @@ from lightning_feed.extras import require
 from lightning_feed.images import backends
 from lightning_feed.images.backends import Backend, BackendChoice, check_choice
 from lightning_feed.images.choose import DECODER_NAMES, Choice, make_decoder
+from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
-from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
-from lightning_feed.images.nvjpeg import decode_batch
+from lightning_feed.images.decode_ahead import NvJpegDecoder, NvJpegOptions, fixed_share
+from lightning_feed.images.decoders import Decoder
+from lightning_feed.images.image_dataset import ImageDataset, collate_encoded, collate_images
+from lightning_feed.images.ragged_crop import normalization_of
 from lightning_feed.load import machine
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
@@ -33,7 +36,6 @@ from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.measure.measurements import DataModuleFacts
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.storage.splits import Splits
-from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class FeedImageFolder(FeedDataModule):
         eval_batch_size: int | Literal["even"] | None = None,
         image_size: int = 224,
         quality: Quality = "exact",
-        backend: Backend | DaliOptions = "torch",
+        backend: Backend | DaliOptions | NvJpegOptions = "torch",
         transform: Callable[[Any], Any] | None = None,
         eval_transform: Callable[[Any], Any] | None = None,
         decoder: str = "auto",
@@ -86,7 +88,7 @@ class FeedImageFolder(FeedDataModule):
         self.dtype = dtype
         self.decoder = decoder
         self.quality = quality
-        self.backend, self._images_dali = backends.resolve(backend)
+        self.backend, self._images_options = backends.resolve(backend)
         self.on_error = on_error
         self.max_failures = max_failures
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
@@ -104,6 +106,7 @@ class FeedImageFolder(FeedDataModule):
             )
         backends.check_backend(self.backend, quality, self._images_only_torch())
         self._images_decoders: dict[str, DaliImageDecoder] = {}
+        self._images_shares: dict[str, CpuShare] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
         self._images_kept = SquareRecipe(size=short_side)
@@ -120,13 +123,15 @@ class FeedImageFolder(FeedDataModule):
             return None
         if self._images_choice is None:
             raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
+        backend = self._images_settle(source, self._images_choice.decoder)
         return ImageDataset(
             source,
             self._images_choice.decoder,
             self._images_train if split == "train" else self._images_eval,
             kept=self._images_kept if split == "train" else None,
             bad_samples=BadSamples(self.on_error, self.max_failures),
-            encoded=self._images_settle() != "torch",
+            encoded=backend != "torch",
+            cpu_part=self._images_shares.setdefault(split, CpuShare()) if backend == "nvjpeg" else None,
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
@@ -135,10 +140,10 @@ class FeedImageFolder(FeedDataModule):
 
     def device_transform(self, batch: Batch, split: str) -> Any:
         """Normalise uint8 images to ``dtype``. Images made float by a user's transform stay unchanged."""
-        batch = self._feed_on_device(batch, split)  # if called by hand, the batch may still be encoded
         images, labels, *aspects = batch
         backend = None if self._images_backend is None else self._images_backend.name
-        if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after a fit on a GPU, they are uint8
+        # On the CPU, as after a fit on a GPU, they are uint8.
+        if backend in backends.GPU_BACKENDS and images.is_floating_point():
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
@@ -146,12 +151,9 @@ class FeedImageFolder(FeedDataModule):
             generator = self._images_generator(images.device)
             boxes = draw_boxes(aspects[0], generator=generator)
             flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
-            values = crop_and_flip(images, boxes, flipped, self.image_size)
-        else:
-            values = images.to(torch.float32)
-        scale, offset = _scaling(self.mean, self.std, images.device)
-        # In float32, then cast: in half precision mean / std would be off by up to one uint8 step.
-        return torch.addcmul(offset, values, scale).to(self.dtype), labels
+            images = crop_and_flip(images, boxes, flipped, self.image_size)
+        normalization = normalization_of(self.mean, self.std, self.dtype, images.device)
+        return normalization(images.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), labels
 
     # --- to ask -------------------------------------------------------------------------------------------------------
 
@@ -175,12 +177,6 @@ class FeedImageFolder(FeedDataModule):
             backend=None if backend is None else backend.name,
             own_transforms=any(name != "on_device" for name in self._images_only_torch()),
         )
-
-    def _feed_on_device(self, batch: object, split: str) -> object:
-        # Before a user's device_transform, so that it sees the same batches with every backend.
-        if not isinstance(batch, EncodedBatch):
-            return batch
-        return decode_batch(batch, self._images_encoded(split))
 
     @property
     def backend_choice(self) -> BackendChoice | None:
@@ -210,15 +206,23 @@ class FeedImageFolder(FeedDataModule):
             return None
         images = self._images_encoded(split)
         device = device_of(trainer)
-        if self._images_dali is not None:
-            return self._images_dali_decoder(split, images, device, self._images_dali)
+        if isinstance(self._images_options, DaliOptions):
+            return self._images_dali_decoder(split, images, device, self._images_options)
         if trainer is not None and device.type in machine.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
-        return None  # decoded in the transfer to the device
+        # A user's device_transform sees the same batches with every backend.
+        is_own = type(self).device_transform is not FeedImageFolder.device_transform
+        return NvJpegDecoder(
+            images,
+            device,
+            None if is_own else partial(normalization_of, self.mean, self.std, self.dtype, device),
+            self._images_shares[split],
+            fixed_share(self._images_options),
+        )
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        if self.trainer is None or self._images_dali is None:
+        if self.trainer is None or not isinstance(self._images_options, DaliOptions):
             return
         callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
@@ -284,16 +288,34 @@ class FeedImageFolder(FeedDataModule):
             self._images_choice = make_decoder(name)
         return scanned[0] if scanned else scan()
 
-    def _images_settle(self) -> str:
-        """Return the backend's name, checked at the first call, when the device is known."""
+    def _images_settle(self, source: SampleSource | None = None, decoder: Decoder | None = None) -> str:
+        """Return the backend's name, which is checked, or chosen, at the first call, when the device is known.
+
+        Args:
+            source: images to try for ``backend="auto"``, on rank 0.
+            decoder: their decoder.
+        """
+        if self._images_backend is None and self.backend == "auto":
+            self._images_backend = once_for_all_ranks(self.trainer, lambda: self._images_try(source, decoder))
+            logger.info("%s", self._images_backend.reason)
         if self._images_backend is None:
             backends.check_available(self.backend, device_of(self.trainer))
             reason = "the default" if self.backend == "torch" else "as asked for"
             self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
-            if self._images_threads and self.backend != "torch":
+            if self._images_threads and self.backend in backends.DALI_BACKENDS:
                 # Workers only read, for which threads are enough.
                 self._feed.loaders.settings = LoaderSettings(workers="thread")
         return self._images_backend.name
+
+    def _images_try(self, source: SampleSource | None, decoder: Decoder | None) -> BackendChoice:
+        """Choose the backend by trying."""
+        asked = self._images_only_torch()
+        if asked or source is None or decoder is None:
+            return BackendChoice("torch", f'backend="auto": only backend="torch" has {", ".join(asked) or "no images"}')
+        ranks = 1 if self.trainer is None else self.trainer.num_devices
+        images = ImageDataset(source, decoder, self._images_train, encoded=True, cpu_part=CpuShare())
+        cpus = max(1, machine.read_machine().usable_cpus // ranks)
+        return backends.choose_backend(images, device_of(self.trainer), cpus)
 
     def _images_encoded(self, split: str) -> ImageDataset:
         """Return the still encoded images of a split, which may be inside a ``Subset``.
@@ -343,25 +365,6 @@ def _channels(normalize: tuple[Channels, Channels]) -> tuple[tuple[float, ...], 
     return tuple(mean), tuple(std)
 
 
-@lru_cache
-def _scaling(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
-
-    Cached, because making the tensors blocks the host until they are on the device. They are then ready on every
-    stream.
-    """
-    means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
-    values = torch.stack([1 / (255 * stds), -means / stds]).float()
-    if device.type in prefetcher.STREAM_BACKENDS:
-        # With set_sync_debug_mode("error"), torch raises at a blocking copy, but not when the host waits for an event.
-        values = values.to(device, non_blocking=True)
-        torch.get_device_module(device).current_stream(device).record_event().synchronize()
-    scale, offset = values.to(device).unbind()
-    return scale, offset
-
-
 def _images_in(dataset: object) -> ImageDataset | None:
     """Return the image dataset itself, or the one inside a ``Subset``. None for other datasets.
 
@@ -399,8 +402,9 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         on_error: for unreadable images, ``"raise"``, ``"skip"`` (repeats another image of the batch) or
             ``"substitute"`` (takes another image of the split). The last two count and log the unreadable images.
         max_failures: limit of unreadable images, for ``"skip"`` and ``"substitute"``.
-        backend: how to decode: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, or
-            ``"dali-cpu"``; or ``DaliOptions(device="gpu", ...)``.
+        backend: how to decode: ``"torch"`` in the workers; ``"nvjpeg"`` on the GPU, with help of the workers;
+            ``"auto"`` for the faster of these two on this machine; ``"dali-gpu"`` or ``"dali-cpu"``. Or
+            ``NvJpegOptions(cpu_share=...)``, ``DaliOptions(device="gpu", ...)``.
         loader: settings of the loaders.
         **storage: ``stage_to``, ``on_device`` and ``drop_keys`` of FastDataModule.
 

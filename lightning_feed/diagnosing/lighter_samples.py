@@ -16,11 +16,11 @@ from lightning_feed.diagnosing.samples import MOST_SAMPLES, StepTimer, innermost
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, FeedError
 from lightning_feed.extras import require
-from lightning_feed.images.backends import check_backend, require_nvjpeg
+from lightning_feed.images.backends import check_backend, decoding_ms, require_nvjpeg
 from lightning_feed.images.choose import DECODER_NAMES, make_decoder
+from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.crop import TrainRecipe, UserTransform, cropping_step
-from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
-from lightning_feed.images.nvjpeg import decode_batch
+from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, holds_pixels
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.machine import MEMORY_SHARE
 from lightning_feed.load.random_state import preserve_state
@@ -221,7 +221,9 @@ class _Trial:
         datamodule = self.session.datamodule
         check_backend("nvjpeg", datamodule.quality, datamodule._images_only_torch())
         require_nvjpeg(self.session.device)
-        return _Change(setting="backend", value="nvjpeg", code=code, dataset=self._twin(encoded=True))
+        return _Change(
+            setting="backend", value="nvjpeg", code=code, dataset=self._twin(encoded=True, cpu_part=CpuShare())
+        )
 
     def _pack(self, changes: ImageChanges, code: str) -> _Change:
         stored = _Stored(self._images.source, changes)
@@ -356,18 +358,6 @@ class _Trial:
             free = f"{size_text(memory_bytes)} of memory are free"
             raise NotMeasurable(f"it would take {size}, and {free}: it would be read from storage in each epoch")
         return pack
-
-
-def decoding_ms(samples: list[EncodedSample], dataset: ImageDataset, device: torch.device) -> float:
-    """Wall time per sample to decode a batch of these samples on the device. A first batch does not count."""
-    batch = collate_encoded(samples).to(device)
-    module = torch.get_device_module(device)
-    decode_batch(batch, dataset)
-    module.synchronize()
-    began = time.perf_counter()
-    decode_batch(batch, dataset)
-    module.synchronize()
-    return 1e3 * (time.perf_counter() - began) / len(batch)
 
 
 def _unchosen(source: SampleSource) -> SampleSource:

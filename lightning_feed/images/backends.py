@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,17 +11,20 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from PIL import Image
 
-from lightning_feed.errors import DatasetError, DecodeError, LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.choose import Choice, make_decoder
+from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
-from lightning_feed.images.image_dataset import holds_pixels
+from lightning_feed.images.decode_ahead import NvJpegOptions
+from lightning_feed.images.device_decode import decode_batch
+from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg
 from lightning_feed.load import machine
 from lightning_feed.storage.folder import SampleSource
 
 logger = logging.getLogger(__name__)
 
-Backend: TypeAlias = Literal["torch", "nvjpeg", "dali-cpu", "dali-gpu"]
+Backend: TypeAlias = Literal["auto", "torch", "nvjpeg", "dali-cpu", "dali-gpu"]
 DALI_BACKENDS = ("dali-cpu", "dali-gpu")
 GPU_BACKENDS = ("nvjpeg", "dali-gpu")
 _SAMPLES_TO_CHOOSE_BY = 64
@@ -58,20 +62,23 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise SettingsError(f"{name}={value!r} is not valid. Use one of {', '.join(map(repr, choices))}.")
 
 
-def resolve(backend: object) -> tuple[Backend, DaliOptions | None]:
-    """Return the name of a backend, and the options of DALI for the device in that name. The options are None for a
-    backend without DALI.
+def resolve(backend: object) -> tuple[Backend, DaliOptions | NvJpegOptions | None]:
+    """Return the name of a backend, and its options. The options are None for a backend that has none.
 
     Args:
-        backend: a name, or the options of DALI, whose device decides the name.
+        backend: a name, or options, which decide the name.
 
     Raises:
         SettingsError: there is no such backend.
     """
     if isinstance(backend, DaliOptions):
         return ("dali-gpu" if backend.device == "gpu" else "dali-cpu"), backend
+    if isinstance(backend, NvJpegOptions):
+        return "nvjpeg", backend
     check_choice("backend", backend, get_args(Backend))
     name = cast("Backend", backend)
+    if name == "nvjpeg":
+        return name, NvJpegOptions()
     if name not in DALI_BACKENDS:
         return name, None
     return name, DaliOptions(device="gpu" if name == "dali-gpu" else "cpu")
@@ -89,7 +96,7 @@ def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()
         SettingsError: a setting or feature is not supported. The message names the alternatives.
     """
     for name in only_torch:
-        if backend != "torch":
+        if backend not in ("auto", "torch"):
             raise SettingsError(f"backend={backend!r} {_ONLY_TORCH[name]}")
     if backend in DALI_BACKENDS and quality != "exact":
         raise SettingsError(
@@ -132,6 +139,66 @@ def require_nvjpeg(device: torch.device) -> None:
             f'backend="nvjpeg" failed to decode a small JPEG on {device}: {failure}. Check '
             'the driver and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
+
+
+def decoding_ms(samples: list[EncodedSample], dataset: ImageDataset, device: torch.device) -> float:
+    """Wall time per sample to decode a batch of these samples on the device. A first batch does not count."""
+    batch = collate_encoded(samples)
+    module = torch.get_device_module(device)
+    decode_batch(batch, dataset, device)
+    module.synchronize()
+    began = time.perf_counter()
+    decode_batch(batch, dataset, device)
+    module.synchronize()
+    return 1e3 * (time.perf_counter() - began) / len(batch)
+
+
+def choose_backend(dataset: ImageDataset, device: torch.device, cpus: int) -> BackendChoice:
+    """Choose between ``"torch"`` and ``"nvjpeg"`` for ``"auto"``, by decoding some images on both sides.
+
+    The device is chosen if it decodes more images a second than all CPUs of this rank together. The workers then decode
+    a part of the images nevertheless.
+
+    Args:
+        dataset: the training images, encoded, with crops of ours.
+        device: the device of the batches.
+        cpus: CPUs of this rank, 1 or more.
+    """
+    if device.type not in machine.DECODING_BACKENDS:
+        return BackendChoice("torch", f'backend="auto": training runs on {device.type}, which does not decode images')
+    try:
+        require_nvjpeg(device)
+        samples = _encoded_samples(dataset)
+    except FeedError as error:
+        return BackendChoice("torch", f'backend="auto": {error}')
+    for_device = [sample for sample in samples if sample.pixels is None]
+    if 2 * len(for_device) <= len(samples):
+        kinds = ", ".join(cast("CpuShare", dataset.cpu_part).refused.as_dict())
+        return BackendChoice(
+            "torch", f'backend="auto": nvJPEG decodes only {len(for_device)} of {len(samples)}: {kinds}'
+        )
+    began_s = time.perf_counter()
+    for sample in for_device:
+        dataset.decoded(sample)
+    on_cpus = cpus * len(for_device) / (time.perf_counter() - began_s)
+    on_device = 1e3 / decoding_ms(for_device, dataset, device)
+    name = "nvjpeg" if on_device > on_cpus else "torch"
+    rates = (
+        f"the device decodes {on_device:.0f} images/s, and {cpus} CPUs {on_cpus:.0f}, tried with {len(samples)} images"
+    )
+    return BackendChoice(name, f'backend="auto": {rates}')
+
+
+def _encoded_samples(dataset: ImageDataset) -> list[EncodedSample]:
+    generator = torch.Generator().manual_seed(0)
+    step = max(1, len(dataset) // _SAMPLES_TO_CHOOSE_BY)
+    samples = []
+    for index in range(0, len(dataset), step)[:_SAMPLES_TO_CHOOSE_BY]:
+        with suppress(DatasetError):  # raised again when the sample is loaded; then on_error applies
+            samples.append(dataset.encoded_sample(index, generator))
+    if not samples:
+        raise DecodeError("there are no images to try")
+    return samples
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it

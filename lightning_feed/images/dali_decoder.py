@@ -287,8 +287,8 @@ class DaliImageDecoder:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
-    def run(self, batches: Iterator[EncodedBatch]) -> Generator[list[object], None, None]:
-        """Decode one pass: yield [images, labels] for each batch, in order.
+    def run(self, batches: Iterator[EncodedBatch], under_way: int) -> Generator[list[object], None, None]:
+        """Decode one pass: yield [images, labels] for each batch, in order. See :class:`BatchDecoder`.
 
         Raises:
             DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.

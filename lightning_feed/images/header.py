@@ -1,7 +1,7 @@
 """Headers of encoded images: the kind, and the size if it can be read without a library."""
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -100,3 +100,37 @@ def ends_like_jpeg(data: Encoded) -> bool:
 def png_bit_depth(data: Encoded) -> int:
     """Return the bits per channel of a PNG; 0 if the header is truncated."""
     return int(data[24]) if len(data) > 24 else 0
+
+
+_APP1: Final = 0xE1
+_SCAN: Final = 0xDA
+_ORIENTATION: Final = 0x0112
+_EXIF: Final = b"Exif\0\0"
+
+
+def clear_orientation(file: npt.NDArray[np.uint8]) -> None:
+    """Set the Exif orientation of a JPEG to 1, in place, so that a decoder that applies it leaves pixels as stored.
+
+    The tag is in the first directory of a TIFF header in an APP1 segment (CIPA DC-008, 4.5.4 and 4.6.4).
+    """
+    if kind_of(file) != JPEG:
+        return
+    for marker, start, end in jpeg_segments(file):
+        if marker == _SCAN:
+            return
+        if marker == _APP1 and bytes(file[start : start + 6]) == _EXIF:
+            _clear_orientation_in(file[start + 6 : end])
+
+
+def _clear_orientation_in(tiff: npt.NDArray[np.uint8]) -> None:
+    order: Literal["little", "big"] = "little" if bytes(tiff[:2]) == b"II" else "big"
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(bytes(tiff[at : at + size]), order)
+
+    directory = number(4, 4)
+    count = min(number(directory, 2), len(tiff) // 12)
+    for entry in range(count):
+        at = directory + 2 + 12 * entry
+        if number(at, 2) == _ORIENTATION and at + 10 <= len(tiff):
+            tiff[at + 8 : at + 10] = np.frombuffer((1).to_bytes(2, order), np.uint8)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
 from lightning_feed.images.decoders import Decoder, Pixels, Region
-from lightning_feed.images.header import Encoded
+from lightning_feed.images.header import Encoded, clear_orientation
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
@@ -24,8 +25,6 @@ from lightning_feed.storage.folder import SampleSource
 from lightning_feed.wording import printable
 
 logger = logging.getLogger(__name__)
-
-_HOST = torch.device("cpu")
 
 
 class CpuFallback:
@@ -62,6 +61,20 @@ class CpuFallback:
         return dict(self._counts)
 
 
+class CpuPart(Protocol):
+    """Chooses images of an encoded dataset that the CPU decodes where they are read."""
+
+    def takes(self, data: Encoded, size: tuple[int, int], index: int, name: str) -> bool:
+        """True to decode an image now.
+
+        Args:
+            data: the file.
+            size: (height, width) in pixels.
+            index: index of the image in its dataset.
+            name: name of the image.
+        """
+
+
 class ImageDataset(Dataset[Any]):
     """Labelled images: ``dataset[i]`` is (recipe's result for image i, label as int), or, with ``encoded``, an
     :class:`EncodedSample`.
@@ -76,9 +89,10 @@ class ImageDataset(Dataset[Any]):
         bad_samples: policy for images that cannot be read or decoded.
         encoded: True to leave samples encoded. Their crops are drawn by ``recipe``, with the same random draws as for
             decoded samples, so every backend makes the same crops. May be changed between passes.
+        cpu_part: chooses encoded samples that are decoded nevertheless; None to leave all encoded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last four have a default
         self,
         source: SampleSource,
         decoder: Decoder,
@@ -87,6 +101,7 @@ class ImageDataset(Dataset[Any]):
         kept: Recipe | None = None,
         bad_samples: BadSamples | None = None,
         encoded: bool = False,
+        cpu_part: CpuPart | None = None,
     ) -> None:
         self.source = source
         self.decoder = decoder
@@ -94,6 +109,7 @@ class ImageDataset(Dataset[Any]):
         self.kept = kept
         self.bad_samples = bad_samples or BadSamples()
         self.encoded = encoded
+        self.cpu_part = cpu_part
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -174,7 +190,12 @@ class ImageDataset(Dataset[Any]):
         with self._naming(index):
             size = self.decoder.size(data)
         crop = self.crop_recipe.spec(*size, generator)
-        return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
+        label = int(self.source.labels[index])
+        sample = EncodedSample(data, size, crop, label, index)
+        if self.cpu_part is None or not self.cpu_part.takes(data, size, index, self.source.name(index)):
+            return sample
+        pixels, _ = self._decoded(sample)
+        return EncodedSample(b"", size, crop, label, index, pixels)
 
     def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
         """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or the sample's ``on_error``
@@ -197,6 +218,8 @@ class ImageDataset(Dataset[Any]):
             return cast("tuple[Tensor, int] | Skipped", found)
 
     def _decoded(self, sample: "EncodedSample") -> tuple[Tensor, int]:
+        if sample.pixels is not None:
+            return sample.pixels, sample.label
         image = SourceImage(sample.data, self.decoder)
         with self._naming(sample.index), traced("augment"):
             return crop_image(image, sample.crop, self.crop_recipe.quality), sample.label
@@ -247,70 +270,84 @@ class EncodedSample(NamedTuple):
     """A sample to be put into an :class:`EncodedBatch`."""
 
     data: Encoded
+    """The file; empty if ``pixels`` is there."""
     size: tuple[int, int]
     """(height, width) in pixels."""
     crop: CropSpec
     label: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     """Index of the sample in its dataset."""
+    pixels: Tensor | None = None
+    """The crop, if a worker has decoded it: uint8, shape (3, height, width), channels last in memory."""
+
+
+SIZE = slice(0, 2)
+REGION = slice(2, 6)
+RESIZED = slice(6, 8)
+WINDOW = slice(8, 12)
+FLIPPED = 12
+LABEL = 13
+INDEX = 14
+"""Columns of :attr:`EncodedBatch.plan`."""
 
 
 @dataclass(eq=False, kw_only=True)
 class EncodedBatch:
-    """B image files, the crop of each, and their labels.
+    """B image files with their crops and labels, on the host. Some images may be decoded already.
 
-    Decoders read the files and the plan on the host, so ``to`` moves only the labels, and records the target device of
-    the pixels. Treat a batch as read-only. It is not a frozen dataclass because Lightning rebuilds dataclasses for
-    ``precision="bf16-true"`` and the like, and refuses frozen ones.
+    It is not a frozen dataclass because Lightning rebuilds dataclasses for ``precision="bf16-true"`` and the like, and
+    refuses frozen ones. Treat a batch as read-only.
     """
 
     files: Tensor
-    """uint8, shape (total bytes,): the files, concatenated."""
+    """uint8, shape (total bytes,): the files, concatenated. Nothing is there of an image that is decoded already."""
     offsets: Tensor
     """int64, shape (B + 1,): start of each file in ``files``, and the end of the last."""
     plan: Tensor
     """int64, shape (B, 15): size (2), region (4), resized (2), window (4), flipped, label, index."""
     labels: Tensor
     """int64, shape (B,)."""
-    device: torch.device = _HOST
-    """The device for the decoded images."""
+    decoded: Tensor
+    """int64, shape (K,): positions in the batch of the images that the workers have decoded."""
+    pixels: Tensor
+    """uint8, shape (K, height, width, 3): the crops of these images."""
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, part: object) -> Any:
-        # `images, labels = batch` calls this first. There is no __iter__: Lightning traverses objects that have one.
-        raise SettingsError(
-            "This batch is not decoded yet: a GPU backend decodes it during the transfer to the device. Train with "
-            "trainer.fit(model, datamodule=...), not with the loader alone. In your own loop, call "
-            "datamodule.device_transform(batch.to(device), split), which returns images, labels."
-        )
+    @property
+    def window(self) -> tuple[int, int]:
+        """(height, width) of all crops, in pixels."""
+        height, width = self.plan[0, WINDOW].tolist()[2:]
+        return height, width
 
     def images(self) -> list[EncodedSample]:
         """Return the samples of the batch; their bytes are views of ``files``."""
         files = self.files.numpy()
         offsets = self.offsets.tolist()
+        made: dict[int, Tensor] = dict(zip(self.decoded.tolist(), self.pixels.permute(0, 3, 1, 2), strict=True))
         return [
             EncodedSample(
                 data=files[start:end],
                 size=(row[0], row[1]),
                 crop=CropSpec(
-                    region=Region(*row[2:6]), resized=(row[6], row[7]), window=Region(*row[8:12]), flipped=bool(row[12])
+                    region=Region(*row[REGION]),
+                    resized=(row[6], row[7]),
+                    window=Region(*row[WINDOW]),
+                    flipped=bool(row[FLIPPED]),
                 ),
-                label=row[13],
-                index=row[14],
+                label=row[LABEL],
+                index=row[INDEX],
+                pixels=made.get(position),
             )
-            for start, end, row in zip(offsets[:-1], offsets[1:], self.plan.tolist(), strict=True)
+            for position, (start, end, row) in enumerate(
+                zip(offsets[:-1], offsets[1:], self.plan.tolist(), strict=True)
+            )
         ]
 
-    def to(self, device: Any, non_blocking: bool = False) -> "EncodedBatch":  # noqa: FBT001, FBT002  # torch's own form
-        """Return the batch for a device. Pinned labels are copied non-blocking, even without ``non_blocking``."""
-        labels = self.labels.to(device, non_blocking=non_blocking or self.labels.is_pinned())
-        return replace(self, labels=labels, device=labels.device)
-
     def pin_memory(self) -> "EncodedBatch":
-        """Return the batch with pinned labels, for DataLoader; the files stay as they are."""
-        return replace(self, labels=self.labels.pin_memory())
+        """Return the batch with the parts that are copied to the device in page-locked memory, for DataLoader."""
+        return replace(self, labels=self.labels.pin_memory(), pixels=self.pixels.pin_memory())
 
 
 def collate_encoded(samples: list[Any]) -> EncodedBatch:
@@ -318,22 +355,27 @@ def collate_encoded(samples: list[Any]) -> EncodedBatch:
     images: list[EncodedSample] = fill_skipped(samples)
     flat = [np.frombuffer(image.data, np.uint8) for image in images]
     offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
-    files = torch.from_numpy(np.concatenate(flat))
+    files = np.concatenate(flat)
+    for start, end in pairwise(offsets.tolist()):
+        clear_orientation(files[start:end])
     rows = [
         (*i.size, *i.crop.region, *i.crop.resized, *i.crop.window, int(i.crop.flipped), i.label, i.index)
         for i in images
     ]
     plan = torch.tensor(rows, device="cpu")
-    return EncodedBatch(files=files, offsets=offsets, plan=plan, labels=plan[:, 13].clone())
-
-
-def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
-    """Return [images, labels] as ``backend="torch"`` does: uint8, shape (B, 3, H, W), channels last; and int64 (B,).
-
-    Raises:
-        DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
-    """
-    return collate_images([dataset.decoded(image) for image in batch.images()])
+    made = {position: image.pixels for position, image in enumerate(images) if image.pixels is not None}
+    _, _, height, width = images[0].crop.window
+    pixels = torch.empty((len(made), height, width, 3), dtype=torch.uint8, device="cpu")
+    for row, crop in zip(pixels, made.values(), strict=True):
+        row.copy_(crop.permute(1, 2, 0))
+    return EncodedBatch(
+        files=torch.from_numpy(files),
+        offsets=offsets,
+        plan=plan,
+        labels=plan[:, LABEL].clone(),
+        decoded=torch.tensor([*made], dtype=torch.int64, device="cpu"),
+        pixels=pixels,
+    )
 
 
 def decode_rest(

@@ -38,3 +38,19 @@ class SharedCounts:
         """Return the counts by name, without zeros."""
         totals = self._counts.sum(0).tolist()
         return {name: total for name, total in zip(self._names, totals, strict=True) if total}
+
+
+class SharedNumber:
+    """A number in memory shared with worker processes, which they may read while it is changed."""
+
+    def __init__(self, value: float) -> None:
+        self._value = torch.tensor([value], dtype=torch.float64, device="cpu").share_memory_()
+
+    @property
+    def value(self) -> float:
+        """The number. May be set in one process."""
+        return float(self._value[0])
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value[0] = value

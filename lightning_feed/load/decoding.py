@@ -10,11 +10,15 @@ from lightning_feed.load.stage import Stage
 class BatchDecoder(Protocol):
     """Decodes the batches of one loader. Pickled with the loader for ``ddp_spawn``, without device resources."""
 
-    def run(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+    def run(self, batches: Iterator[Batch], under_way: int) -> Generator[Batch, None, None]:
         """Decode all batches of one pass, in order.
 
         May read a few batches ahead. Batches read ahead are dropped if ``batches`` raises an error, or if the generator
         is closed early.
+
+        Args:
+            batches: the batches of the pass.
+            under_way: batches that workers may have begun; 0 if they are made in this thread.
 
         Raises:
             DecodeError: from ``next()``, if an image cannot be decoded. Names the image.
@@ -24,8 +28,8 @@ class BatchDecoder(Protocol):
 class Decoding(Stage):
     """Stage that decodes batches."""
 
-    def __init__(self, decoder: BatchDecoder, batches: Iterator[Batch]) -> None:
-        self._decoded = decoder.run(batches)
+    def __init__(self, decoder: BatchDecoder, batches: Iterator[Batch], under_way: int) -> None:
+        self._decoded = decoder.run(batches, under_way)
 
     def __next__(self) -> Batch:
         return next(self._decoded)

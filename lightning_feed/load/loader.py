@@ -302,7 +302,7 @@ class FeedLoader(DataLoader[Batch]):
             background = BackgroundIterator(maker, self.background)
             stages.append(background)
         if self.decode is not None:
-            stages.append(Decoding(self.decode, stages[-1]))
+            stages.append(Decoding(self.decode, stages[-1], self._under_way()))
         substitutes = NO_SUBSTITUTES
         if self.probed and self.num_workers:
             is_looked_at = self._probe is not None and self._is_first
@@ -456,12 +456,16 @@ class FeedLoader(DataLoader[Batch]):
     def _new_position(self, resume: LoaderState | None) -> Pass:
         """Make the position of a new pass, which may resume from a state."""
         epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
-        ahead = self.num_workers * (self.prefetch_factor or 1)
+        ahead = self._under_way()
         checked = self._keeps_order() and not self._stream
         position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
         if self.order is not None and self._may_begin_next_epoch():
             position.next_epoch = self.order.next_epoch
         return position
+
+    def _under_way(self) -> int:
+        """The number of batches that the workers may have begun."""
+        return self.num_workers * (self.prefetch_factor or 1)
 
     def _next_epoch(self) -> tuple[int | None, int]:
         """Return epoch and cycle of a new pass."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.counts import SharedCounts
+from lightning_feed.load.counts import SharedCounts, SharedNumber
 from lightning_feed.load.kinds import AnyLoader
 
 _SHARED = (
@@ -46,7 +46,16 @@ _SHARED = (
 )
 """Connections, and classes of multiprocessing. The values of ``multiprocessing.RawValue`` and ``RawArray`` are of
 classes of ctypes."""
-_NOT_FOLLOWED = (types.ModuleType, types.CodeType, type, logging.Logger, torch.nn.Module, DataLoader, SharedCounts)
+_NOT_FOLLOWED = (
+    types.ModuleType,
+    types.CodeType,
+    type,
+    logging.Logger,
+    torch.nn.Module,
+    DataLoader,
+    SharedCounts,
+    SharedNumber,
+)
 """Classes of objects whose references are not followed: they lead to the whole program, or are ours."""
 _NOT_FOLLOWED_MODULES = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.utils.data.dataloader")
 """Modules whose objects are not followed: a Trainer leads to the queues of its loaders' workers."""

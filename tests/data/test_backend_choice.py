@@ -16,6 +16,7 @@ from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, 
 from lightning_feed.images import backends
 from lightning_feed.images.backends import Backend, check_backend, require_nvjpeg, resolve
 from lightning_feed.images.dali_binding import DaliOptions
+from lightning_feed.images.decode_ahead import NvJpegOptions
 
 CUDA = torch.device("cuda")
 
@@ -32,15 +33,13 @@ def _refuse(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("backend", "workers"), [("torch", "process"), ("nvjpeg", "thread")])
-def test_nvjpeg_defaults_to_thread_workers_and_torch_to_processes(
-    backend: Any, workers: str, class_folders: Path
-) -> None:
+@pytest.mark.parametrize("backend", ["torch", "nvjpeg"])
+def test_worker_processes_are_the_default(backend: Any, class_folders: Path) -> None:
     birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend)
     assert birds.backend_choice is None
     assert birds._feed_facts().backend is None
     birds.dataset("train")
-    assert birds._feed.loaders.settings == LoaderSettings(workers=workers)  # type: ignore[arg-type]
+    assert birds._feed.loaders.settings == LoaderSettings()
     assert birds.backend_choice is not None
     assert birds.backend_choice.name == birds._feed_facts().backend == backend
     assert pickle.loads(pickle.dumps(birds)).backend_choice == birds.backend_choice
@@ -115,8 +114,8 @@ def test_dali_options_without_effect_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", get_args(Backend))
-def test_a_name_of_dali_has_options_for_its_device_and_other_names_have_none(name: Backend) -> None:
-    expected = {"dali-cpu": DaliOptions(), "dali-gpu": DaliOptions(device="gpu")}
+def test_the_name_of_a_backend_stands_for_its_default_options(name: Backend) -> None:
+    expected = {"dali-cpu": DaliOptions(), "dali-gpu": DaliOptions(device="gpu"), "nvjpeg": NvJpegOptions()}
     assert resolve(name) == (name, expected.get(name))
 
 

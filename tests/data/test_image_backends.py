@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.images import backends
-from lightning_feed.images.image_dataset import EncodedBatch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
@@ -152,12 +151,9 @@ def test_forkserver_workers_hand_over_complete_encoded_batches(photos: Path) -> 
     loader = {"workers": "process", "num_workers": 1, "start_method": "forkserver"}
     module = made(photos, "nvjpeg", loader=loader, batch_size=20, decoder="pillow")
     torch.manual_seed(1)
-    (batch,) = module.train_dataloader()
-    assert isinstance(batch, EncodedBatch)
-    assert sorted(batch.labels.tolist()) == [0] * 10 + [1] * 10
-    images, labels = module.device_transform(batch, "train")
+    ((images, labels),) = module.train_dataloader()
+    assert sorted(labels.tolist()) == [0] * 10 + [1] * 10
     assert images.shape == (20, 3, 16, 16)
-    assert torch.equal(labels, batch.labels)
 
 
 @pytest.mark.parametrize("quality", ["near", "fast"])
@@ -245,31 +241,13 @@ def test_the_starvation_report_describes_the_decoded_nvjpeg_batches(photos: Path
 # --- without the data module's hooks ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", ["unpacked", "indexed", "in a dict"])
-@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 @pytest.mark.usefixtures("on_cpu")
-def test_an_nvjpeg_loader_without_its_data_module_raises_a_clear_error(use: str, photos: Path) -> None:
-    class Model(Seeing):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", 1.0)  # Lightning looks for the size of the batch
-            if use == "unpacked":
-                images, labels = batch
-                return images[labels]
-            return batch[0] if use == "indexed" else batch["image"]
-
-    loader = made(photos, "nvjpeg").train_dataloader()
-    with pytest.raises(SettingsError, match=r"is not decoded yet: .*trainer\.fit\(model, datamodule=\.\.\.\)"):
-        quiet_trainer([]).fit(Model(), loader)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_following_the_advice_of_the_error_decodes_a_batch_by_hand(photos: Path) -> None:
+def test_an_nvjpeg_loader_yields_images_without_its_data_module(photos: Path) -> None:
     module = made(photos, "nvjpeg")
-    batch = next(iter(module.train_dataloader()))
-    with pytest.raises(SettingsError, match=r"call datamodule\.device_transform\(batch\.to\(device\), split\)"):
-        list(batch)
-    images, labels = module.device_transform(batch.to(torch.device("cpu")), "train")
-    assert (images.shape, labels.shape) == ((3, 3, 16, 16), (3,))
+    images, labels = next(iter(module.train_dataloader()))
+    assert (images.shape, images.dtype, labels.shape) == ((3, 3, 16, 16), torch.uint8, (3,))
+    values, _ = module.device_transform((images, labels), "train")
+    assert values.dtype == module.dtype
 
 
 # --- images that cannot be decoded ------------------------------------------------------------------------------------
@@ -300,7 +278,7 @@ def test_broken_images_are_replaced_and_counted(
         model = fitted(module, max_epochs=1)
     assert [len(labels) for _, labels in trained(model)] == [5] * 4
     assert module.failures() >= 2
-    assert "a/1.jpg" in caplog.text
+    assert workers == "process" or "a/1.jpg" in caplog.text  # which a worker process has to itself
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.diagnosing import lighter_samples
-from lightning_feed.diagnosing.lighter_samples import decoding_ms, measure_lighter_samples
+from lightning_feed.diagnosing.lighter_samples import measure_lighter_samples
 from lightning_feed.diagnosing.parts import NotMeasurable
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images import backends
 from lightning_feed.images.crop import TrainRecipe
 from lightning_feed.images.decoders import PillowDecoder
 from lightning_feed.images.image_dataset import ImageDataset
@@ -166,15 +167,9 @@ def test_nvjpeg_leaves_reading_and_the_header_to_the_cpu(class_folders: Path, mo
 def test_decoding_on_a_device_is_timed_after_a_first_batch(class_folders: Path, monkeypatch: Any) -> None:
     images = _session(class_folders).parts[0].loader.dataset
     batches: list[Any] = []
-    decode = lighter_samples.decode_batch
-
-    def noting(batch: Any, dataset: ImageDataset) -> Any:
-        batches.append(batch)
-        return decode(batch, dataset)
-
-    monkeypatch.setattr(lighter_samples, "decode_batch", noting)
+    monkeypatch.setattr(backends, "decode_batch", lambda batch, *_: batches.append(batch))
     samples = [images.encoded_sample(index) for index in range(3)]
-    assert decoding_ms(samples, images, torch.device("cpu")) > 0
+    assert backends.decoding_ms(samples, images, torch.device("cpu")) > 0
     assert [len(batch) for batch in batches] == [3, 3]
 
 

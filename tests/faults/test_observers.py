@@ -79,6 +79,7 @@ SILENT = {
     "_after_fork_in_parent",
     "memories",
     "SlotMemory.keep_leases",
+    "resend_ctrl_c",
 }
 """What would say it, and what Python calls at the end of an object or a generator, or around a fork, where it ignores
 errors."""

@@ -32,7 +32,8 @@ from lightning_feed.images.dali_decoder import (
     largest_of_some,
     why_on_host,
 )
-from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, decode_on_cpu
+from lightning_feed.images.device_decode import decode_on_cpu
+from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
 SILENT = "JPEG cut in the middle"
@@ -104,7 +105,7 @@ def assert_like_torch(decoded: list[Any], given: list[EncodedBatch], made: Image
 def test_dali_batches_match_the_torch_backend_in_order_and_length(recipe: Any, prefetch: int) -> None:
     made = dataset(jpegs(11), recipe)
     given = batches(made, 4)
-    decoded = list(decoder(made, prefetch=prefetch).run(iter(given)))
+    decoded = list(decoder(made, prefetch=prefetch).run(iter(given), 0))
     assert [len(labels) for _, labels in decoded] == [4, 4, 3]
     assert_like_torch(decoded, given, made)
 
@@ -114,7 +115,7 @@ def test_every_kind_of_image_matches_the_torch_backend(recipe: Any) -> None:
     for kind in WHOLE.values():
         made = dataset([jpegs(1)[0], kind, jpegs(2)[1]], recipe, decoder="pillow")
         given = batches(made, 3)
-        assert_like_torch(list(decoder(made).run(iter(given))), given, made)
+        assert_like_torch(list(decoder(made).run(iter(given), 0)), given, made)
 
 
 def test_windows_and_flips_match_the_torch_backend_to_the_pixel() -> None:
@@ -123,10 +124,10 @@ def test_windows_and_flips_match_the_torch_backend_to_the_pixel() -> None:
     made = dataset([encoded(_image(pixels), "PNG")] * 8, TrainRecipe(size=32, scale=(0.1, 1.0)))
     given = batches(made, 8)
     assert given[0].plan[:, 12].tolist() not in ([0] * 8, [1] * 8)
-    assert_like_torch(list(decoder(made).run(iter(given))), given, made)
+    assert_like_torch(list(decoder(made).run(iter(given), 0)), given, made)
     cut = dataset([encoded(_image(pixels), "PNG")], EvalRecipe(size=31, short_side=64))  # 16.5 is rounded to 16
     given = batches(cut, 1)
-    decoded = list(decoder(cut).run(iter(given)))
+    decoded = list(decoder(cut).run(iter(given), 0))
     assert torch.equal(decoded[0][0], decode_on_cpu(given[0], cut)[0])
 
 
@@ -163,7 +164,7 @@ def test_a_kept_pipeline_is_rebuilt_only_for_larger_batches() -> None:
     ours = decoder(made)
     for size, built in ((3, 1), (3, 1), (2, 1), (4, 2), (3, 2)):
         given = batches(made, size)
-        assert_like_torch(list(ours.run(iter(given))), given, made)
+        assert_like_torch(list(ours.run(iter(given), 0)), given, made)
         assert ours.built == built
         assert ours._pipeline is not None
 
@@ -173,12 +174,12 @@ def test_a_pipeline_that_is_not_kept_is_released_after_its_pass() -> None:
     ours = decoder(made, keep=False)
     given = batches(made, 2)
     assert ours._pipeline is None
-    run = ours.run(iter(given))
+    run = ours.run(iter(given), 0)
     next(run)
     assert ours._pipeline is not None
     assert len(list(run)) == 2
     assert ours._pipeline is None
-    run = ours.run(iter(given))
+    run = ours.run(iter(given), 0)
     next(run)
     run.close()
     assert ours._pipeline is None
@@ -189,12 +190,12 @@ def test_a_pass_after_a_closed_one_starts_over_and_reuses_the_pipeline(handed_ou
     made = dataset(jpegs(8))
     ours = decoder(made)
     given = batches(made, 2)
-    run = ours.run(iter(given))
+    run = ours.run(iter(given), 0)
     for _ in range(handed_out):
         next(run)
     run.close()
     assert not ours._pipeline  # nothing is on its way
-    assert_like_torch(list(ours.run(iter(given))), given, made)
+    assert_like_torch(list(ours.run(iter(given), 0)), given, made)
     assert ours.built == 1
 
 
@@ -202,7 +203,7 @@ def test_a_pass_continues_where_it_was_after_a_release() -> None:
     made = dataset(jpegs(8))
     ours = decoder(made)
     given = batches(made, 2)
-    run = ours.run(iter(given))
+    run = ours.run(iter(given), 0)
     decoded = [next(run)]
     ours.release()
     assert ours._pipeline is None
@@ -214,7 +215,7 @@ def test_interleaved_passes_do_not_mix_their_batches() -> None:
     made = dataset(jpegs(12))
     ours = decoder(made)
     small, large = batches(made, 2, seed=1), batches(made, 3, seed=2)
-    first, second = ours.run(iter(small)), ours.run(iter(large))
+    first, second = ours.run(iter(small), 0), ours.run(iter(large), 0)
     decoded = [(next(first), next(second)) for _ in range(4)]
     assert_like_torch([each for each, _ in decoded] + list(first), small, made)
     assert_like_torch([each for _, each in decoded] + list(second), large, made)
@@ -229,19 +230,19 @@ def test_an_error_of_the_loader_is_raised_and_the_next_pass_is_complete() -> Non
         raise OSError("the disk is gone")
 
     ours, decoded = decoder(made), []
-    run = ours.run(failing())
+    run = ours.run(failing(), 0)
     with pytest.raises(OSError, match="the disk is gone"):
         decoded.extend(iter(lambda: next(run), None))
     assert_like_torch(decoded, given[: len(decoded)], made)
-    assert_like_torch(list(ours.run(iter(given))), given, made)
+    assert_like_torch(list(ours.run(iter(given), 0)), given, made)
 
 
 def test_kept_batches_do_not_change_after_the_pipeline_continues_and_ends() -> None:
     made = dataset(jpegs(40))
     ours = decoder(made)
-    kept = list(ours.run(iter(batches(made, 2))))
+    kept = list(ours.run(iter(batches(made, 2)), 0))
     before = [images.clone() for images, _ in kept]
-    list(ours.run(iter(batches(made, 2, seed=1))))
+    list(ours.run(iter(batches(made, 2, seed=1)), 0))
     ours.release()
     gc.collect()
     torch.rand(1 << 20)
@@ -252,12 +253,12 @@ def test_decoder_is_pickled_without_its_pipeline() -> None:
     made = dataset(jpegs(4))
     ours = decoder(made)
     given = batches(made, 2)
-    run = ours.run(iter(given))
+    run = ours.run(iter(given), 0)
     next(run)
     copy = pickle.loads(pickle.dumps(ours))
     assert ours._pipeline is not None
     assert copy._pipeline is None
-    assert_like_torch(list(copy.run(iter(given))), given, made)
+    assert_like_torch(list(copy.run(iter(given), 0)), given, made)
     run.close()
 
 
@@ -267,7 +268,7 @@ def test_decoder_is_pickled_without_its_pipeline() -> None:
 @pytest.mark.parametrize("broken", [SILENT, LOUD])
 def test_a_broken_image_is_named(broken: str) -> None:
     made = dataset([*jpegs(5), BROKEN[broken]])
-    run = decoder(made).run(iter(batches(made, 2)))
+    run = decoder(made).run(iter(batches(made, 2)), 0)
     assert [next(run)[1].tolist(), next(run)[1].tolist()] == [[0, 10], [20, 30]]
     with pytest.raises(DecodeError, match=r"photos/5.jpg \(sample 5\)"):
         next(run)
@@ -282,11 +283,11 @@ def test_replacement_images_equal_those_of_the_torch_backend(broken: str, on_err
     made = dataset(files, EVAL, on_error=on_error)
     given = batches(made, 3)
     ours = decoder(made)
-    decoded = list(ours.run(iter(given)))
+    decoded = list(ours.run(iter(given), 0))
     assert made.bad_samples.failures == 1
     assert ours.built == (2 if broken == LOUD else 1)
     assert_like_torch(decoded, given, made)
-    assert_like_torch(list(ours.run(iter(given))), given, made)
+    assert_like_torch(list(ours.run(iter(given), 0)), given, made)
     assert ours.built == (2 if broken == LOUD else 1)  # it is known by now
 
 
@@ -305,7 +306,7 @@ def test_an_image_that_only_dali_fails_at_is_decoded_on_the_host(
     monkeypatch.setattr(ImagePipeline, "feed", fails)
     ours = decoder(made)
     with caplog.at_level(logging.WARNING):
-        assert_like_torch(list(ours.run(iter(given))), given, made)
+        assert_like_torch(list(ours.run(iter(given), 0)), given, made)
     assert ours.built == 2
     [record] = [record for record in caplog.records if "photos/3.jpg" in record.getMessage()]
     assert "DALI failed on it" in record.getMessage()
@@ -323,7 +324,7 @@ def test_a_failure_not_caused_by_an_image_raises_a_loader_error(monkeypatch: pyt
 
     monkeypatch.setattr(ImagePipeline, "take", fails)
     with pytest.raises(LoaderError, match=r"each of them separately. It said: the driver is tired") as raised:
-        list(decoder(made).run(iter(batches(made, 2))))
+        list(decoder(made).run(iter(batches(made, 2)), 0))
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
@@ -338,7 +339,7 @@ def test_a_lack_of_memory_raises_at_once_and_blames_no_image(
     made = dataset(jpegs(4))
     calls = fail(monkeypatch, where, f"Error in CPU operator, encountered:\n{said}")
     with pytest.raises(LoaderError, match=rf"not have enough memory. It said: {said}.*smaller batch_size"):
-        list(decoder(made).run(iter(batches(made, 2))))
+        list(decoder(made).run(iter(batches(made, 2)), 0))
     assert len(calls) == 1
     assert made.cpu_fallback.as_dict() == {}
 
@@ -348,7 +349,7 @@ def test_a_lack_of_device_memory_raises_the_out_of_memory_error_of_torch(monkeyp
     made = dataset(jpegs(2))
     fail(monkeypatch, "__init__", "CUDA allocation failed")
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory in DALI: CUDA allocation") as raised:
-        list(decoder(made, device=torch.device("cuda", 0), largest_image=(9, 9)).run(iter(batches(made, 2))))
+        list(decoder(made, device=torch.device("cuda", 0), largest_image=(9, 9)).run(iter(batches(made, 2)), 0))
     assert is_oom_error(raised.value)
 
 
@@ -356,7 +357,7 @@ def test_a_pipeline_that_cannot_be_built_raises_a_loader_error(monkeypatch: pyte
     made = dataset(jpegs(2))
     fail(monkeypatch, "__init__", "CUDA runtime API error cudaErrorInsufficientDriver (35)")
     with pytest.raises(LoaderError, match=r"cannot build its pipeline: .*Driver \(35\) See .*doctor"):
-        list(decoder(made).run(iter(batches(made, 2))))
+        list(decoder(made).run(iter(batches(made, 2)), 0))
 
 
 def test_largest_of_some_reads_a_sample_of_the_image_headers() -> None:
@@ -379,7 +380,7 @@ def test_closing_a_pass_of_the_parent_in_a_forked_process_does_not_hang() -> Non
     made = dataset(jpegs(8))
     given = batches(made, 2)
     ours = decoder(made)
-    going = ours.run(iter(given))
+    going = ours.run(iter(given), 0)
     first = next(going)
     pid = os.fork()
     if pid == 0:
@@ -396,7 +397,7 @@ from made_samples import dataset, jpegs
 from images.test_dali_decoder import batches, decoder
 
 made = dataset(jpegs(8))
-going = decoder(made).run(iter(batches(made, 2)))
+going = decoder(made).run(iter(batches(made, 2)), 0)
 next(going)
 held = [going]
 held.append(held)

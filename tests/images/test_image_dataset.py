@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from dataclasses import replace
+import struct
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 from lightning_feed.errors import DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.images.decoders import Region
+from lightning_feed.images.device_decode import decode_on_cpu
+from lightning_feed.images.header import clear_orientation
 from lightning_feed.images.image_dataset import (
     EncodedBatch,
     EncodedSample,
     ImageDataset,
     collate_encoded,
     collate_images,
-    decode_on_cpu,
 )
 
 RECIPES = [TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)]
@@ -64,40 +65,7 @@ def test_collated_images_come_out_of_the_batch_unchanged() -> None:
         assert found[1:] == given[1:]
 
 
-def test_batch_to_moves_only_the_labels_and_sets_the_device() -> None:
-    batch = batch_of(dataset(jpegs(2)))
-    moved = batch.to("meta")
-    assert moved.labels.device == moved.device == torch.device("meta")
-    assert moved.files is batch.files
-    assert moved.plan is batch.plan
-    assert batch.device == batch.to("cpu").device == torch.device("cpu")
-
-
-class Pinned:
-    """A tensor's part in ``to``, which notes whether it would wait."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.pinned, self.asked = pinned, []  # type: ignore[var-annotated]
-        self.device = torch.device("meta")
-
-    def is_pinned(self) -> bool:
-        return self.pinned
-
-    def to(self, device: Any, non_blocking: bool) -> "Pinned":
-        self.asked.append((device, non_blocking))
-        return self
-
-
-@pytest.mark.parametrize(
-    ("pinned", "given", "asked"), [(True, False, True), (False, False, False), (False, True, True)]
-)
-def test_pinned_labels_are_copied_non_blocking(pinned: bool, given: bool, asked: bool) -> None:
-    labels: Any = Pinned(pinned)
-    replace(batch_of(dataset(jpegs(1))), labels=labels).to("meta", non_blocking=given)
-    assert labels.asked == [("meta", asked)]
-
-
-def test_pin_memory_pins_only_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_memory_pins_only_what_is_copied_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvJPEG reads pageable memory, and pinning the files would be a copy of them."""
     pinned: list[Tensor] = []
 
@@ -109,7 +77,7 @@ def test_pin_memory_pins_only_the_labels(monkeypatch: pytest.MonkeyPatch) -> Non
     batch = batch_of(dataset(jpegs(2)))
     found = torch.utils.data._utils.pin_memory.pin_memory(batch)
     assert isinstance(found, EncodedBatch)
-    assert [tensor is batch.labels for tensor in pinned] == [True]
+    assert [id(tensor) for tensor in pinned] == [id(batch.labels), id(batch.pixels)]
     assert found.labels is not batch.labels
     assert found.files is batch.files
 
@@ -205,3 +173,51 @@ def test_samples_that_are_already_pixels_are_refused_for_any_on_error(on_error: 
     made = dataset([np.zeros((8, 8, 3), np.uint8)], on_error=on_error)
     with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) already holds pixels.*backend="torch"'):
         made[0]
+
+
+# --- images that workers decode ---------------------------------------------------------------------------------------
+
+
+class EverySecond:
+    """A part of the CPU."""
+
+    def takes(self, data: Any, size: tuple[int, int], index: int, name: str) -> bool:
+        return index % 2 == 1
+
+
+def test_images_of_the_cpus_part_are_decoded_where_they_are_read() -> None:
+    files = jpegs(5)
+    made = dataset(files)
+    made.cpu_part = EverySecond()
+    batch = batch_of(made)
+    assert batch.decoded.tolist() == [1, 3]
+    assert batch.offsets.diff().tolist() == [len(files[0]), 0, len(files[2]), 0, len(files[4])]
+    assert_same(decode_on_cpu(batch, made), torch_batch(dataset(files, encoded=False)))
+
+
+def exif_of(*entries: tuple[int, int]) -> bytes:
+    """An APP1 segment, big-endian, with short values."""
+    directory = struct.pack(">H", len(entries)) + b"".join(
+        struct.pack(">HHIHH", tag, 3, 1, value, 0) for tag, value in entries
+    )
+    body = b"Exif\0\0" + b"MM\0*" + struct.pack(">I", 8) + directory + bytes(4)
+    return b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body
+
+
+def test_the_orientation_is_cleared_in_the_batch_and_not_in_the_source() -> None:
+    """torchcodec's nvJPEG decoder would rotate the image."""
+    plain = jpegs(1)[0]
+    turned = plain[:2] + exif_of((0x0100, 7), (0x0112, 6), (0x0103, 6)) + plain[2:]
+    upright = plain[:2] + exif_of((0x0100, 7), (0x0112, 1), (0x0103, 6)) + plain[2:]
+    batch = batch_of(dataset([turned, plain, turned]))
+    assert [bytes(image.data) for image in batch.images()] == [upright, plain, upright]
+
+
+@pytest.mark.parametrize("cut", [3, 12, 17, 25, 40])
+def test_a_broken_exif_segment_is_left_as_it_is(cut: int) -> None:
+    plain = jpegs(1)[0]
+    exif = exif_of((0x0112, 6))[:cut]
+    broken = np.frombuffer(bytearray(plain[:2] + exif + b"\xff" * (40 - cut) + plain[2:]), np.uint8)
+    before = broken.copy()
+    clear_orientation(broken)
+    assert (broken != before).sum() <= 2

@@ -276,7 +276,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     # --- the device module --------------------------------------------------------------------------------------------
 
-    def Stream(self, device: Any = None) -> Stream:  # torch's name
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # torch's name
         return next(self._streams[self._index_of(device)])
 
     def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:  # torch's name

@@ -11,8 +11,7 @@ import torch
 from simulated.device import DEVICE, SimulatedDevice
 from torch import Tensor
 
-from lightning_feed.data import images
-from lightning_feed.images import dali_binding, nvjpeg
+from lightning_feed.images import dali_binding, nvjpeg, ragged_crop
 
 DECODE_MS = 4.0
 
@@ -38,7 +37,7 @@ class ImageDecoders:
 def image_decoders(device: SimulatedDevice) -> Iterator[ImageDecoders]:
     """While entered, nvJPEG is there, and DALI if it is installed. What was cached for another device is forgotten."""
     decoders = ImageDecoders(device)
-    caches = (nvjpeg.nvjpeg, images._scaling)
+    caches = (nvjpeg.nvjpeg, ragged_crop.normalization_of)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.image, "decode_jpegs_cuda", decoders.decode_jpegs, raising=False)
         for cache in caches:

@@ -64,6 +64,12 @@ def nvjpeg(asked: Asked) -> None:
     assert Counter(asked.nvjpeg) == Counter([1, 1, *BATCHES, 1])
 
 
+def tried(asked: Asked) -> None:
+    """Some images are decoded to see which side is faster."""
+    assert asked.dali == []
+    assert max(asked.nvjpeg) > max(BATCHES)
+
+
 def dali_cpu(asked: Asked) -> None:
     assert (asked.nvjpeg, asked.registers) == ([], False)
     assert asked.dali[0] == dali_arguments("cpu")
@@ -88,6 +94,7 @@ SETTINGS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
 }
 """Where a setting is declared, and what a data module is given for a value."""
 ANSWERED: dict[tuple[str, str], Callable[[Asked], None]] = {
+    ("backend", "auto"): tried,
     ("backend", "torch"): nothing,
     ("backend", "nvjpeg"): nvjpeg,
     ("backend", "dali-cpu"): dali_cpu,

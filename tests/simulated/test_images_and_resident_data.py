@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
+from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD
 from lightning_feed.images.crop import EvalRecipe, TrainRecipe
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec, _Waiting
-from lightning_feed.images.nvjpeg import NvJpeg, decode_batch
+from lightning_feed.images.device_decode import decode_batch
+from lightning_feed.images.nvjpeg import NvJpeg
+from lightning_feed.images.ragged_crop import normalization_of
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 pytestmark = [
@@ -40,7 +42,7 @@ class Images(Model):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if self.decoder is None:
             self.decoder = self.open_decoder(device)
-        return decode_batch(batch.to(device), self.files, self.decoder)
+        return decode_batch(batch, self.files, device, decode=self.decoder)
 
     def open_decoder(self, device: torch.device) -> Any:
         return NvJpeg(device)
@@ -83,7 +85,7 @@ def test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows(device: Si
     assert {wait.what for wait in model.waits} <= NOT_CHECKED
     device.waits.clear()
     with simulated(device):
-        _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, DEVICE)
+        normalization_of.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.float32, DEVICE)
     assert {wait.what for wait in device.waits} <= NOT_CHECKED
     assert device.waits  # and it is safe on any stream
 
