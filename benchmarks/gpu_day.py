@@ -69,6 +69,7 @@ def _part(program: str, name: str, what: str, about_s: float, limit_s: float) ->
 PARTS = (
     _part("gpu_programs.py", "programs", "programs as users write them get the right verdict", 220, 330),
     _part("gpu_hand_over.py", "hand-over", "batches in slots beside torch's", 100, 200),
+    _part("gpu_feed.py", "feed", "images decoded by the device and by the CPUs", 120, 150),
     _part("gpu_checks.py", "share", "starved_pct is what a profiler trace shows", 30, 90),
     _part("gpu_checks.py", "memory", "few batches lie on the device", 20, 60),
     _part("gpu_checks.py", "same", "weights are the same to the bit", 30, 90),

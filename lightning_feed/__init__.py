@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_feed.diagnosing import diagnose as diagnose
     from lightning_feed.errors import FeedError as FeedError
     from lightning_feed.images.dali_binding import DaliOptions as DaliOptions
+    from lightning_feed.images.decode_ahead import NvJpegOptions as NvJpegOptions
     from lightning_feed.load.settings import LoaderSettings as LoaderSettings
     from lightning_feed.tuning.run import tune as tune
 
@@ -31,6 +32,7 @@ _HOMES = {
     "GPUStarvationCallback": "lightning_feed.callbacks.starvation",
     "ImageFolderDataModule": "lightning_feed.data.images",
     "LoaderSettings": "lightning_feed.load.settings",
+    "NvJpegOptions": "lightning_feed.images.decode_ahead",
     "PrefetchCallback": "lightning_feed.callbacks.prefetch",
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.tuning.run",

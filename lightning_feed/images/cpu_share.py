@@ -53,7 +53,7 @@ class CpuShare:
 
 @dataclass
 class Seconds:
-    """What a thread that decodes for the device has done."""
+    """Times of a thread that decodes for the device."""
 
     files: float = 0.0
     """Seconds that it waited for the workers."""

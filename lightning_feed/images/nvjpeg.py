@@ -92,7 +92,7 @@ class NvJpeg:
         current.wait_stream(self._stream)
         for image in images:
             image.record_stream(current)
-        return images
+        return [image.contiguous() for image in images]
 
 
 _Decode: TypeAlias = Callable[[list[Tensor], torch.device], list[Tensor]]

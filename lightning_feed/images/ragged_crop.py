@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_feed.images.crop import Quality
 from lightning_feed.images.image_dataset import FLIPPED, REGION, RESIZED, SIZE, WINDOW
-from lightning_feed.transfer import prefetcher
+from lightning_feed.load import machine
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +22,17 @@ _FAST_SHRINK = 2
 
 
 class Normalization(NamedTuple):
-    """What is made of grey levels."""
+    """The values that are made of grey levels."""
 
-    scale: Tensor
-    """float32, shape (3,), of the three channels."""
-    offset: Tensor
-    """float32, shape (3,): a value is ``level * scale + offset``."""
+    factors: Tensor
+    """float32, shape (2, 3), on the device: scale and offset of the channels. A value is ``level * scale + offset``."""
     dtype: torch.dtype
 
     def __call__(self, levels: Tensor) -> Tensor:
         """Normalize uint8 pixels, whose last axis is that of the channels."""
+        scale, offset = self.factors.unbind()
         # In float32, then cast: in half precision, the offset would be off by up to a grey level.
-        return torch.addcmul(self.offset, levels.to(torch.float32), self.scale).to(self.dtype)
+        return torch.addcmul(offset, levels.to(torch.float32), scale).to(self.dtype)
 
 
 def crop_ragged(
@@ -77,12 +76,11 @@ def normalization_of(
     """Return the normalization ``(x / 255 - mean) / std`` of levels x. Cached, and ready on every stream."""
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu")
     values = torch.stack([1 / (255 * stds), -means / stds]).float()
-    if device.type in prefetcher.STREAM_BACKENDS:
+    if device.type in machine.STREAM_BACKENDS:
         # With set_sync_debug_mode("error"), torch raises at a blocking copy, but not when the host waits for an event.
         values = values.to(device, non_blocking=True)
         torch.get_device_module(device).current_stream(device).record_event().synchronize()
-    scale, offset = values.to(device).unbind()
-    return Normalization(scale, offset, dtype)
+    return Normalization(values.to(device), dtype)
 
 
 @lru_cache
@@ -118,13 +116,12 @@ def _crop_by_kernel(
         host = host.pin_memory()
     table = host.to(out.device, non_blocking=True)
     starts, box_table, filter_table = table.split([8 * count, boxes.nbytes, filters.nbytes])
-    scaling = torch.empty(0) if normalization is None else torch.stack([normalization.scale, normalization.offset])
     grid = (count, -(-height // kernel.ROWS), -(-width // kernel.COLUMNS))
     kernel.crop_kernel[grid](
         starts.view(torch.int64),
         box_table.view(torch.int32),
         filter_table.view(torch.float32),
-        scaling.to(out.device),
+        filter_table.view(torch.float32) if normalization is None else normalization.factors,
         out,
         height,
         width,

@@ -10,7 +10,8 @@ from on_cuda import Seen, fitted
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
-from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
+from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD
+from lightning_feed.images.ragged_crop import normalization_of
 
 
 def as_tensor(image: Any) -> Tensor:
@@ -48,11 +49,11 @@ def test_prefetched_batches_match_those_made_on_the_cpu(class_folders: Path, dty
 def test_normalisation_constants_are_made_without_a_device_sync() -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
-        scale, offset = _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.device("cuda", 0))
+        made = normalization_of.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.float32, torch.device("cuda", 0))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.device("cpu"))
-    assert torch.equal(torch.stack([scale, offset]).cpu(), torch.stack(expected))
+    expected = normalization_of.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.float32, torch.device("cpu"))
+    assert torch.equal(made.factors.cpu(), expected.factors)
 
 
 @pytest.mark.gpu(twin="data/test_images.py::test_a_dataset_on_the_device_gets_new_crops_in_each_epoch")

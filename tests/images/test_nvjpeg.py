@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from images.made_images import BROKEN, WHOLE, encoded
-from made_samples import photo
+from made_samples import batch_of, nvjpeg_dataset, photo
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.images.nvjpeg import NvJpeg, not_for_nvjpeg
+from lightning_feed.images.nvjpeg import NvJpeg, _by_torchcodec, not_for_nvjpeg
 
 JPEG = WHOLE["colour"]
 
@@ -140,3 +140,14 @@ def test_decode_jpegs_cuda_of_torchvision_has_the_expected_signature() -> None:
     schema = torch.ops.image.decode_jpegs_cuda.default._schema
     assert [str(argument.type) for argument in schema.arguments] == ["List[Tensor]", "int", "Device"]
     assert [str(given.type) for given in schema.returns] == ["List[Tensor]"]
+
+
+def test_torchcodec_leaves_pixels_as_stored() -> None:
+    """It applies the Exif orientation, which workers clear in their batches."""
+    pytest.importorskip("torchcodec")
+    found = _by_torchcodec()
+    assert found is not None
+    _, decode = found
+    batch = batch_of(nvjpeg_dataset([WHOLE["EXIF-rotated"]]))
+    (image,) = decode([torch.from_numpy(batch.images()[0].data.copy())], torch.device("cpu"))
+    assert tuple(image.shape[1:]) == batch.images()[0].size

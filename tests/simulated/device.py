@@ -634,6 +634,7 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))
         for module, name in ((machine, "DECODING_BACKENDS"), (recommend, "PINNING_DEVICES")):
             patch(module, name, (*getattr(module, name), DEVICE.type))
+        patch(machine, "STREAM_BACKENDS", (*machine.STREAM_BACKENDS, DEVICE.type))
         patch(slot_loaders, "can_register", lambda: True)
         patch(slots, "_register", device.register)
         patch(slots, "_unregister", device.registered.pop)
