@@ -182,7 +182,6 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, pin_memory=False),
     "pinned copies in the same stream": _on_device("copy", ("copy", "not overlapped"), copy_ms=5.0),
-    "nvJPEG decodes": _on_device("decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, backend="nvjpeg"),
     "device starves, no workers": _on_device("no workers", ("data", "no workers"), data=load(Spin(20), 0)),
     "device starves, 2 workers": _on_device("cpu", ("data", "cpu"), data=load(Spin(40))),
     "validation takes longer": Scenario(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -106,7 +106,6 @@ class FeedImageFolder(FeedDataModule):
             )
         backends.check_backend(self.backend, quality, self._images_only_torch())
         self._images_decoders: dict[str, DaliImageDecoder] = {}
-        self._images_shares: dict[str, CpuShare] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
         self._images_kept = SquareRecipe(size=short_side)
@@ -131,7 +130,7 @@ class FeedImageFolder(FeedDataModule):
             kept=self._images_kept if split == "train" else None,
             bad_samples=BadSamples(self.on_error, self.max_failures),
             encoded=backend != "torch",
-            cpu_part=self._images_shares.setdefault(split, CpuShare()) if backend == "nvjpeg" else None,
+            cpu_part=CpuShare() if backend == "nvjpeg" else None,
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
@@ -216,7 +215,7 @@ class FeedImageFolder(FeedDataModule):
             images,
             device,
             None if is_own else partial(normalization_of, self.mean, self.std, self.dtype, device),
-            self._images_shares[split],
+            cast("CpuShare", images.cpu_part),
             fixed_share(self._images_options),
         )
 

@@ -182,10 +182,10 @@ class StarvationStats:
     """Part of compute_ms: clipping gradients and the optimizer's step; on the CPU also setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
     """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin batches,
-    prefetch them, or make them smaller. With ``backend="nvjpeg"``, most of this time is decoding."""
+    prefetch them, or make them smaller."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
-    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If DALI
-    decodes on the GPU, this time includes the decoding."""
+    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If
+    the GPU decodes images, this time includes the decoding."""
     other_ms: float | None = tagged("feed_step/other_ms")
     """Mean time between steps: callbacks, logging, checkpoints. High: check these, not the loader."""
 

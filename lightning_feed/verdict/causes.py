@@ -41,7 +41,7 @@ from lightning_feed.verdict.thresholds import (
     WARM_PCT,
 )
 
-DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
+DEVICE_DECODES = "the GPU decodes in this time, too"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Reason:
 def data_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of waiting for data: the first rule that matches."""
     reason = _first_match(measured, shares)
-    if measured.facts.datamodule.backend == "dali-gpu":
-        return replace(reason, evidence=[*reason.evidence, DALI_DECODES])
+    if measured.facts.datamodule.backend in ("nvjpeg", "dali-gpu"):
+        return replace(reason, evidence=[*reason.evidence, DEVICE_DECODES])
     return reason
 
 
@@ -331,9 +331,6 @@ def _beside_the_copy(measured: Measurements) -> Reason | None:
     if measured.facts.device_type == "cpu":
         takes = "device_transform takes" if datamodule.device_transform else "transfer hooks take"
         return Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
-    if datamodule.backend == "nvjpeg":
-        decoding = "nvJPEG decodes during the transfer, and the host waits for it"
-        return Reason("decoding on the GPU", [f"{decoding}: this time is decoding, not the copy"])
     return None
 
 

@@ -11,7 +11,7 @@ Bottleneck = Literal["data", "copy", "framework", "compute", "validation", "chec
 Grade = Literal["OK", "slightly data-bound", "moderately data-bound", "highly data-bound", "not measured"]
 Cause = Literal[
     "hooks", "synchronisation",
-    "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
+    "unpinned", "not overlapped", "link", "small tensors", "transfer hooks",
     "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "waiting",
     "hand-over", "jitter", "one rank",
     "compute", "launch", "unknown",
@@ -21,7 +21,7 @@ Cause = Literal[
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device).
 copy: ``unpinned``, ``not overlapped`` (pinned, but copied on the compute stream), ``link`` (the speed of the link is
 the limit), ``small tensors``, ``transfer hooks`` (on the CPU, where nothing is copied: the user's hooks or
-``device_transform``), ``decoding on the GPU`` (nvJPEG, for which the host waits).
+``device_transform``).
 data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished
 batches), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a CPU quota), ``cpu`` (decoding,
 augmenting), ``cold reads`` (from a local or network disk), ``waiting`` (not for storage: locks, sleeping),

@@ -295,8 +295,6 @@ def _copy(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
         return _unpinned(finding)
     if cause == "small tensors" and finding.measured.stats.prefetch_active:
         return ["each of the many small tensors is copied separately: combine them into one tensor in collate"]
-    if cause == "decoding on the GPU":
-        return ['to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"']
     return []
 
 

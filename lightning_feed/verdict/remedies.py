@@ -502,17 +502,14 @@ def pinned_memory(finding: Finding) -> Remedy | None:
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
-    """Remedy: PrefetchCallback, if training waits for copies from pinned memory, or for nvJPEG, on a GPU."""
+    """Remedy: PrefetchCallback, if training waits for copies from pinned memory on a GPU."""
     stats = finding.measured.stats
     cause = finding.causes.get("copy")
     if cause is None or finding.facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
         return None
-    work = "copies"
-    if cause == "decoding on the GPU":
-        work = "decodes"
-    elif finding.loader.pin_memory is not True:
+    if finding.loader.pin_memory is not True:
         return None
-    why = f"{work} the next batch while this one computes"
+    why = "copies the next batch while this one computes"
     return replace(
         _callback_remedy(finding, _our_package(finding), "PrefetchCallback", why),
         least_step_ms=bounds.without(finding.shares, stats.h2d_ms),

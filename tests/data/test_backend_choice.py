@@ -1,13 +1,16 @@
 """Image backends given by name: what each refuses, what goes with it, and the decoder that all ranks agree on."""
 
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from images.made_images import encoded
 from lightning.pytorch import Trainer
+from made_samples import jpegs, nvjpeg_dataset, photo
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import images
@@ -190,3 +193,48 @@ def test_nvjpeg_is_not_tried_for_other_backends_or_without_a_trainer(
 @pytest.mark.gpu(twin="data/test_backend_choice.py::test_nvjpeg_is_tried_on_one_small_jpeg_before_training")
 def test_nvjpeg_is_available_on_a_gpu() -> None:
     require_nvjpeg(torch.device("cuda", 0))
+
+
+# --- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+def _auto(files: list[bytes], cpus: int = 2, device: torch.device = CUDA) -> backends.BackendChoice:
+    return backends.choose_backend(nvjpeg_dataset(files, decoder="pillow"), device, cpus)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("device_ms", "name"), [(0.0001, "nvjpeg"), (1e4, "torch")])
+def test_auto_takes_the_side_that_decodes_more(device_ms: float, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "decoding_ms", lambda *_: device_ms)
+    choice = _auto(jpegs(6))
+    assert choice.name == name
+    assert re.search(r"the device decodes \d+ images/s, and 2 CPUs \d+, tried with 6 images", choice.reason)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_leaves_files_that_nvjpeg_cannot_decode_to_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "decoding_ms", _refuse)
+    choice = _auto([*jpegs(2), *[encoded(photo(), "PNG")] * 3])
+    assert choice.name == "torch"
+    assert "nvJPEG decodes only 2 of 5: nvJPEG decodes only JPEG" in choice.reason
+
+
+def test_auto_without_a_decoding_device_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = _auto(jpegs(2), device=torch.device("cpu"))
+    assert on_cpu.reason.endswith("training runs on cpu, which does not decode images")
+
+    def missing(device: torch.device) -> None:
+        raise MissingExtraError("no nvJPEG here")
+
+    monkeypatch.setattr(backends, "require_nvjpeg", missing)
+    assert _auto(jpegs(2)) == backends.BackendChoice("torch", 'backend="auto": no nvJPEG here')
+
+
+@pytest.mark.parametrize("options", [{}, {"transform": lambda image: image}, {"drop_keys": ("a",)}])
+def test_auto_without_a_gpu_trains_as_torch_does(options: Any, class_folders: Path) -> None:
+    birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend="auto", **options)
+    dataset = birds.dataset("train")
+    assert not dataset.encoded
+    assert birds.backend_choice is not None
+    assert birds.backend_choice.name == "torch"
+    assert birds.backend_choice.reason.startswith('backend="auto": ')

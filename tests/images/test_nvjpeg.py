@@ -10,6 +10,7 @@ from images.made_images import BROKEN, WHOLE, encoded
 from made_samples import batch_of, nvjpeg_dataset, photo
 
 from lightning_feed.errors import MissingExtraError
+from lightning_feed.images import nvjpeg
 from lightning_feed.images.nvjpeg import NvJpeg, _by_torchcodec, not_for_nvjpeg
 
 JPEG = WHOLE["colour"]
@@ -121,6 +122,7 @@ def test_rejection_reasons_are_the_same_for_images_of_a_kind() -> None:
 
 
 def test_missing_nvjpeg_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvjpeg, "_by_torchcodec", lambda: None)
     operator = Mock(side_effect=RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
     monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", operator, raising=False)

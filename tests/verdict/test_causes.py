@@ -61,7 +61,6 @@ FED: dict[str, Any] = {}
 TWO = {"num_workers": 2, "usable_cpus": 2}
 CUDA = {"device_type": "cuda"}
 SMALL_BATCH_BYTES = MANY_TENSORS * SMALL_TENSOR_BYTES
-NVJPEG = {"backend": "nvjpeg", "decoder": "turbo", "pin_memory": False}
 
 
 def _measured(
@@ -354,8 +353,6 @@ def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
             None,
             "not overlapped",
         ),
-        (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
-        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
         (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
     ],
 )

@@ -233,7 +233,6 @@ CONTRACTS = {
             "a driver that does not lock slots": {"device_type": "xpu"},
             "a loop of the user's own": {"loop": "plain"},
             "validation": {"stage": "validate"},
-            "nvJPEG decodes": {"backend": "nvjpeg"},
             "small tensors, each a copy of its own": {"pin_memory": True, "tensors": 100, "size_bytes": 100_000},
             "hidden": {"h2d": 2.0},
         },
