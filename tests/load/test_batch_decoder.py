@@ -33,7 +33,7 @@ class AheadDecoder:
         self.taken = self.begun = self.closed = 0
         self.held: list[Any] = []
 
-    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+    def run(self, batches: Iterator[Any], under_way: int) -> Generator[Any, None, None]:
         passing = self._run(batches)
         self.held.append(passing)  # so that it is not closed by being garbage
         return passing
@@ -154,7 +154,7 @@ def test_background_thread_ends_even_if_the_decoder_fails_to_close(monkeypatch: 
             raise ValueError("generator already executing")
 
     loader, decode = made(background=2)
-    monkeypatch.setattr(type(decode), "run", lambda self, batches: Busy(batches))
+    monkeypatch.setattr(type(decode), "run", lambda self, batches, under_way: Busy(batches))
     batches = iter(loader)
     next(batches)
     background = batches.background

@@ -29,7 +29,7 @@ MAKERS = {
 class Doubling:
     """Decodes a batch by doubling it, and draws one ahead."""
 
-    def run(self, batches):
+    def run(self, batches, under_way):
         held = next(batches, None)
         while held is not None:
             ahead = next(batches, None)

@@ -151,7 +151,7 @@ def test_clone_gives_the_same_batches_and_leaves_generators_unchanged(name: str)
 class Negating:
     """In the place of a decoder of whole batches."""
 
-    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+    def run(self, batches: Iterator[Any], under_way: int) -> Generator[Any, None, None]:
         for batch in batches:
             yield -batch
 
