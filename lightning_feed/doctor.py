@@ -146,7 +146,11 @@ def open_files(_: Path) -> Iterator[Finding]:
 def gpus(_: Path) -> Iterator[Finding]:
     """The driver and the GPUs, from NVML."""
     nvml = importlib.import_module("pynvml")
-    nvml.nvmlInit()
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+        yield Finding("GPU", "none that has a driver of NVIDIA's")
+        return
     try:
         number = int(nvml.nvmlSystemGetCudaDriverVersion())  # 12040 is 12.4
         driver = (number // 1000, number % 1000 // 10)

@@ -1,6 +1,14 @@
 """The errors of lightning_feed. Every message says what was given, why it is wrong, and what to do."""
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec
+
 from lightning_feed.wording import printable_lines
+
+Arguments = ParamSpec("Arguments")
 
 
 class FeedError(Exception):
@@ -48,3 +56,25 @@ class ArchiveError(FeedError, OSError):
 
 class ReportError(FeedError, ValueError):
     """A report that cannot be written, read or understood, or a run that waits for data more than the given limit."""
+
+
+def no_argument(name: str, owner: str, arguments: Iterable[str]) -> SettingsError:
+    """Return an error that says that ``owner`` has no such argument, and which one may be meant."""
+    alike = difflib.get_close_matches(name, arguments, n=1)
+    hint = f" Did you mean {alike[0]}?" if alike else ""
+    return SettingsError(f"{owner} has no argument {name}.{hint}")
+
+
+def refuses_unknown_arguments(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Decorate an ``__init__`` so that an unknown argument raises :func:`no_argument`'s error."""
+    arguments = [*inspect.signature(init).parameters][1:]
+    owner = init.__qualname__.partition(".")[0]
+
+    @functools.wraps(init)
+    def checked(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        for name in options:
+            if name not in arguments:
+                raise no_argument(name, owner, arguments)
+        init(*args, **options)
+
+    return checked

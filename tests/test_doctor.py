@@ -103,6 +103,8 @@ def test_doctor_advises_on_process_limits_and_missing_decoders(
 @pytest.mark.parametrize(("driver", "said"), [(12080, ""), (11040, "Too old for torch")])
 def test_doctor_advises_on_a_driver_too_old_for_torch(driver: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = SimpleNamespace(
+        NVMLError_LibraryNotFound=OSError,
+        NVMLError_DriverNotLoaded=OSError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlSystemGetCudaDriverVersion=lambda: driver,

@@ -15,7 +15,7 @@ from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.callbacks.tuned_loader import TunedLoader
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
@@ -95,6 +95,7 @@ class AutotuneCallback(Callback):
         ()
     """
 
+    @refuses_unknown_arguments
     def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
         if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(

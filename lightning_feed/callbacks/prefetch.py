@@ -12,7 +12,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw, tap_of
 from lightning_feed.callbacks.exact_resume import ExactResume
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.measure.guard import Once, check_instance
@@ -81,6 +81,7 @@ class PrefetchCallback(ExactResume):
         >>> trainer = Trainer(callbacks=[PrefetchCallback(host_keys=("meta",))], logger=False, accelerator="cpu")
     """
 
+    @refuses_unknown_arguments
     def __init__(self, depth: int = 1, *, host_keys: tuple[str, ...] = (), drop_keys: tuple[str, ...] = ()) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(

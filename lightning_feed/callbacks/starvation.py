@@ -14,7 +14,7 @@ from lightning_feed.callbacks.report_folder import chosen_folder
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_reports import RunReports
 from lightning_feed.callbacks.starvation_run import StarvationRun
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.measure import loop
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
 from lightning_feed.measure.measurements import Measurements
@@ -67,6 +67,7 @@ class GPUStarvationCallback(Callback):
         'unknown'
     """
 
+    @refuses_unknown_arguments
     def __init__(
         self,
         every_n_steps: int | None = None,

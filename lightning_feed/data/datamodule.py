@@ -1,6 +1,5 @@
 """FastDataModule: builds loaders that fit the machine from a dataset for each split."""
 
-import difflib
 import inspect
 import logging
 import os
@@ -18,7 +17,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.data.build_loaders import SPLITS, Loaders, attach_tuning, ignore_warning, job_of
-from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError, no_argument
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.decoding import BatchDecoder
@@ -348,9 +347,7 @@ class FeedDataModule:
             if name in LoaderSettings.__dataclass_fields__:
                 where = f"Write {owner}(..., loader=LoaderSettings({name}={value!r}))."
                 raise SettingsError(f"{name} is a setting of the loaders. {where}")
-            alike = difflib.get_close_matches(name, inspect.signature(type(self)).parameters, n=1)
-            hint = f" Did you mean {alike[0]}?" if alike else ""
-            raise SettingsError(f"{owner} has no argument {name}.{hint}")
+            raise no_argument(name, owner, inspect.signature(type(self)).parameters)
 
     def _feed_check_methods(self) -> None:
         """Check that the methods of a subclass take the arguments that they are called with."""
