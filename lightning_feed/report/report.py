@@ -347,13 +347,28 @@ def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
 # --- without waiting ----------------------------------------------------------------------------------------------
 
 
-def if_free(diagnosis: Diagnosis) -> str:
-    """The speed-up if training never waited for data, in words; empty if not known."""
+def fastest(diagnosis: Diagnosis) -> str:
+    """The speed-up that can be reached at most, in words; empty if not known."""
     factor = speedup(diagnosis)
     if factor is None:
         return ""
+    best = best_speedup(diagnosis)
+    if best is not None and best < factor:
+        return f"at most {best:.2f} x as fast with what is advised below"
     starts = ", starts of epochs included" if _basis(diagnosis) == "epochs" else ""
     return f"if data were free: {factor:.2f} x as fast{starts}"
+
+
+def best_speedup(diagnosis: Diagnosis) -> float | None:
+    """The largest speed-up factor that a remedy can give; None if none has a bound."""
+    step_ms = diagnosis.stats.step_ms
+    factors = []
+    for remedy in diagnosis.remedies:
+        if remedy.least_step_ms and step_ms:
+            factors.append(step_ms / remedy.least_step_ms)
+        elif remedy.most_gain_pct is not None and remedy.most_gain_pct < 100:
+            factors.append(100 / (100 - remedy.most_gain_pct))
+    return max(factors, default=None)
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:

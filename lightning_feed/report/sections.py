@@ -21,7 +21,7 @@ from lightning_feed.measure.experiment_results import (
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
+from lightning_feed.report.report import Report, cause_text, fastest, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.lighter_samples import name_of_change
 from lightning_feed.verdict.shares import in_ms, model_disturbed
@@ -265,7 +265,7 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """The section on the parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
-        end = f"        {if_free(diagnosis)}"
+        end = f"        {fastest(diagnosis)}"
         yield _parts_section("step", diagnosis.stats, copies=copies, end=end)
 
 

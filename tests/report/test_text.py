@@ -471,3 +471,23 @@ def test_long_arguments_become_the_placeholder_same_arguments(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     assert arguments_now() == shown
+
+
+# --- the speed-up that can be reached ---------------------------------------------------------------------------------
+
+
+def test_the_headline_promises_no_more_than_the_remedies() -> None:
+    diagnosis = sample()
+    step_ms = diagnosis.stats.step_ms or 0.0
+    free = replace(diagnosis.stats, speedup_if_free=24.58)
+    found = replace(diagnosis, measurements=replace(diagnosis.measurements, stats=free))
+    remedy = replace(found.remedies[0], least_step_ms=step_ms / 2, most_gain_pct=None)
+    bounded = as_text(replace(found, remedies=(remedy,)))
+    assert "24.58" not in bounded
+    assert "at most 2.00 x as fast with what is advised below" in bounded
+    assert "at most 2.00 x as fast" in bounded
+    unbounded = replace(remedy, least_step_ms=None)
+    assert "if data were free: 24.58 x as fast" in as_text(replace(found, remedies=(unbounded,)))
+    saves = replace(remedy, least_step_ms=None, most_gain_pct=20.0)
+    assert "at most 1.25 x as fast with what is advised below" in as_text(replace(found, remedies=(saves,)))
+    assert "1.25" in as_html(sample_report(replace(found, remedies=(saves,))))
