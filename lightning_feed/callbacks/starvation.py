@@ -41,7 +41,7 @@ class GPUStarvationCallback(Callback):
 
     Args:
         every_n_steps: steps between two logs; each log covers the steps since the last one. None for the Trainer's
-            ``log_every_n_steps``.
+            ``log_every_n_steps``. The end of a fit logs the rest.
         report: print the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
             error ends it; in endless streams every 10 minutes. Later reports print only the verdict and the next step
             if these are unchanged. Fits of fewer than 30 steps, and every fit after the first of a process, print one
@@ -244,10 +244,14 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the device timings that are still outstanding, and report."""
+        """Log the steps since the last window, read the device timings that are still outstanding, and report."""
         run = self._run
         if run is None:
             return
+        last = _host.steps_logged(trainer) - 1
+        if run.window_steps and last > run.logged_step:
+            run.logged_step = last
+            self._log_window(run, last)
         run.end()
         if self._reports is not None:
             self._reports.make(run, ended=True)
