@@ -54,7 +54,9 @@ def run(client: Any, code: str) -> str:
         content = message["content"]
         said.append(content.get("text", "") if message["msg_type"] == "stream" else content.get("ename", ""))
 
-    client.execute_interactive(code, timeout=200, output_hook=hear)
+    # After an error, a kernel aborts what has arrived already.
+    while client.execute_interactive(code, timeout=200, output_hook=hear)["content"]["status"] == "aborted":
+        time.sleep(0.1)
     return "".join(said).strip()
 
 
