@@ -11,7 +11,7 @@ import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 from torch.utils.data import DataLoader, Dataset
@@ -121,16 +121,26 @@ class OwnBar(lightning.pytorch.callbacks.ProgressBar):
 @pytest.mark.parametrize("bar", [lightning.pytorch.callbacks.TQDMProgressBar, OwnBar])
 def test_the_progress_bar_shows_the_starved_percentage(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
     shown: list[Any] = []
+    summaries: list[Any] = []
 
     class Look(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             shown.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module).get("feed"))
+            summaries.append(quiet.summary())
 
     run_fit(quiet, batches=12, others=(bar(), Look()), enable_progress_bar=True)
     assert shown[:5] == [None] * 5
-    summary = quiet.summary()
+    summary = summaries[-1]
     assert summary is not None
     assert shown[-1] == f"{summary.starved_pct:.0f}%"
+
+
+def test_the_end_of_a_fit_logs_the_steps_since_the_last_window() -> None:
+    logger = Memory()
+    make_trainer(GPUStarvationCallback(every_n_steps=8), logger=logger, max_epochs=1).fit(
+        BoringModel(), DataLoader(RandomDataset(32, 12), 1)
+    )
+    assert [step for step, row in logger.rows if "feed/starved_pct" in row] == [7, 11]
 
 
 # --- beside a prefetcher ------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The thread that decodes batches ahead of training, and the share of the images that the workers decode."""
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +19,9 @@ from lightning_feed.images import decode_ahead
 from lightning_feed.images.cpu_share import FED, MOST_WAITING, Balance, CpuShare, Seconds
 from lightning_feed.images.decode_ahead import DEPTH, NvJpegDecoder, NvJpegOptions, fixed_share
 from lightning_feed.images.device_decode import decode_batch
-from lightning_feed.images.image_dataset import EncodedBatch
+from lightning_feed.images.image_dataset import EncodedBatch, collate_encoded
 from lightning_feed.load.decoding import Decoding
+from lightning_feed.load.loader import FeedLoader
 
 CPU = torch.device("cpu")
 
@@ -122,7 +125,6 @@ def test_an_error_comes_at_its_batch_and_names_the_image() -> None:
     next(run)
     with pytest.raises(DecodeError, match=r"photos/3\.jpg \(sample 3\)"):
         next(run)
-    assert threading.active_count() == 1 or "Thread" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -162,6 +164,42 @@ def test_decoding_ahead_is_race_free_on_a_device() -> None:
             device.launch(10, what="step", reads=[images, labels])
             del images, labels
         assert device.races == []
+
+
+def feed(made: Any) -> FeedLoader:
+    return FeedLoader(made, batch_size=4, num_workers=2, collate_fn=collate_encoded, decode=Here(made))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_pass_can_be_resumed_after_any_batch() -> None:
+    made = nvjpeg_dataset(jpegs(4) * 8)
+    whole = [labels.tolist() for _, labels in feed(made)]
+    assert len(whole) == 8
+    for taken in (0, 3, 7):
+        begun = feed(made)
+        batches = iter(begun)
+        for _ in range(taken):
+            next(batches)
+        state = begun.state_dict()
+        begun.close()
+        resumed = feed(made)
+        resumed.load_state_dict(state)
+        assert [labels.tolist() for _, labels in resumed] == whole[taken:]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_worker_that_dies_ends_the_pass_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nvjpeg_dataset(jpegs(4) * 8)
+    sample = made.encoded_sample
+
+    def dying(index: int) -> Any:
+        if index == 21:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample(index)
+
+    monkeypatch.setattr(made, "encoded_sample", dying)
+    with pytest.raises(RuntimeError, match=r"worker .*pid \d+\).* killed by"):
+        list(feed(made))
 
 
 # --- the share of the workers -----------------------------------------------------------------------------------------

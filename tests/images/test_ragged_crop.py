@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,3 +166,23 @@ def test_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert not ragged_crop.has_triton()
     ragged_crop.has_triton.cache_clear()
     assert caplog.text.count("pip install triton") == 1
+
+
+@pytest.mark.parametrize("out", ["*u8", "*bf16", "*fp16", "*fp32"])
+def test_the_kernel_compiles_for_a_gpu(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without one can tell: to machine code for compute capability 9.0."""
+    pytest.importorskip("triton", minversion="3.3")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, KERNEL, raising=False)
+    kernel = importlib.import_module(KERNEL)
+    kinds = {"images": "*i64", "boxes": "*i32", "filters": "*fp32", "scaling": "*fp32", "out": out}
+    kinds |= {"height": "i32", "width": "i32"}
+    constants = {"NORMALIZE": out != "*u8", "ROWS": kernel.ROWS, "COLUMNS": kernel.COLUMNS}
+    source = ASTSource(kernel.crop_kernel, kinds | dict.fromkeys(constants, "constexpr"), constants)
+    made = compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "ld.global" in made.asm["ptx"]
+    assert made.asm["cubin"]
