@@ -1,5 +1,6 @@
 """A report: a verdict with its headline, and where and when it was found."""
 
+import math
 import platform
 import shlex
 import sys
@@ -360,7 +361,7 @@ def fastest(diagnosis: Diagnosis) -> str:
 
 
 def best_speedup(diagnosis: Diagnosis) -> float | None:
-    """The largest speed-up factor that a remedy can give; None if none has a bound."""
+    """The largest speed-up factor that the remedies can give together; None if none has a bound."""
     step_ms = diagnosis.stats.step_ms
     factors = []
     for remedy in diagnosis.remedies:
@@ -368,7 +369,7 @@ def best_speedup(diagnosis: Diagnosis) -> float | None:
             factors.append(step_ms / remedy.least_step_ms)
         elif remedy.most_gain_pct is not None and remedy.most_gain_pct < 100:
             factors.append(100 / (100 - remedy.most_gain_pct))
-    return max(factors, default=None)
+    return math.prod(factors) if factors else None
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
