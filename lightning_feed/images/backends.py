@@ -169,36 +169,46 @@ def choose_backend(dataset: ImageDataset, device: torch.device, cpus: int) -> Ba
     try:
         require_nvjpeg(device)
         samples = _encoded_samples(dataset)
+        for_device = [sample for sample in samples if sample.pixels is None]
+        if 2 * len(for_device) <= len(samples):
+            kinds = ", ".join(cast("CpuShare", dataset.cpu_part).refused.as_dict())
+            reason = f"nvJPEG decodes only {len(for_device)} of {len(samples)}: {kinds}"
+            return BackendChoice("torch", f'backend="auto": {reason}')
+        on_cpus = cpus * _images_per_s(for_device, dataset)
+        on_device = 1e3 / decoding_ms(for_device, dataset, device)
     except FeedError as error:
         return BackendChoice("torch", f'backend="auto": {error}')
-    for_device = [sample for sample in samples if sample.pixels is None]
-    if 2 * len(for_device) <= len(samples):
-        kinds = ", ".join(cast("CpuShare", dataset.cpu_part).refused.as_dict())
-        return BackendChoice(
-            "torch", f'backend="auto": nvJPEG decodes only {len(for_device)} of {len(samples)}: {kinds}'
-        )
-    began_s = time.perf_counter()
-    for sample in for_device:
-        dataset.decoded(sample)
-    on_cpus = cpus * len(for_device) / (time.perf_counter() - began_s)
-    on_device = 1e3 / decoding_ms(for_device, dataset, device)
     name = "nvjpeg" if on_device > on_cpus else "torch"
-    rates = (
-        f"the device decodes {on_device:.0f} images/s, and {cpus} CPUs {on_cpus:.0f}, tried with {len(samples)} images"
-    )
-    return BackendChoice(name, f'backend="auto": {rates}')
+    rates = f"the device decodes {on_device:.0f} images/s, and {cpus} CPUs {on_cpus:.0f}"
+    return BackendChoice(name, f'backend="auto": {rates}, tried with {len(for_device)} images')
 
 
 def _encoded_samples(dataset: ImageDataset) -> list[EncodedSample]:
+    """Some samples, spread over the dataset. Leaves out those that cannot be decoded: on_error handles them later."""
     generator = torch.Generator().manual_seed(0)
     step = max(1, len(dataset) // _SAMPLES_TO_CHOOSE_BY)
     samples = []
     for index in range(0, len(dataset), step)[:_SAMPLES_TO_CHOOSE_BY]:
-        with suppress(DatasetError):  # raised again when the sample is loaded; then on_error applies
-            samples.append(dataset.encoded_sample(index, generator))
+        with suppress(DatasetError):
+            sample = dataset.encoded_sample(index, generator)
+            dataset.decoded(sample)
+            samples.append(sample)
     if not samples:
         raise DecodeError("there are no images to try")
     return samples
+
+
+def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset) -> float:
+    """Images that a CPU decodes in a second, with one thread of torch, as a worker has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        began_s = time.perf_counter()
+        for sample in samples:
+            dataset.decoded(sample)
+        return len(samples) / (time.perf_counter() - began_s)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it

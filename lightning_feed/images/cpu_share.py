@@ -7,6 +7,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_feed.images.header import Encoded
 from lightning_feed.images.nvjpeg import REASONS, refusal
+from lightning_feed.load.collate import is_relayed
 from lightning_feed.load.counts import SharedCounts, SharedNumber
 from lightning_feed.wording import printable
 
@@ -40,10 +41,16 @@ class CpuShare:
         self._share.value = share
 
     def takes(self, data: Encoded, size: tuple[int, int], index: int, name: str) -> bool:
-        """See :class:`~lightning_feed.images.image_dataset.CpuPart`. Outside of workers, only what nvJPEG cannot."""
+        """See :class:`~lightning_feed.images.image_dataset.CpuPart`.
+
+        Outside of the workers of training, only what nvJPEG cannot: in a rehearsal or a probe, samples that change with
+        the share would look like those of a dataset that changes.
+        """
         reason = refusal(data, size)
         if reason is None:
-            return get_worker_info() is not None and index * _SPREAD % 2**16 < self.share * 2**16
+            if get_worker_info() is None or is_relayed():
+                return False
+            return index * _SPREAD % 2**16 < self.share * 2**16
         if self.refused.add(reason):
             logger.info(
                 "The workers decode %s, and others like it: %s. Later ones are only counted.", printable(name), reason

@@ -108,6 +108,11 @@ _known: weakref.WeakValueDictionary[str, BadSamples] = weakref.WeakValueDictiona
 _relay: list[tuple[str, str]] | None = None
 
 
+def is_relayed() -> bool:
+    """True in a process whose reports of unreadable samples are collected: a trial's, or a Ray worker."""
+    return _relay is not None
+
+
 @contextlib.contextmanager
 def relayed() -> Iterator[list[tuple[str, str]]]:
     """Collect reports of unreadable samples. :func:`count_relayed` counts these reports in the training process."""

@@ -49,7 +49,7 @@ from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.slots import own_forks
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.streams import RepeatsWarning, may_repeat
-from lightning_feed.load.worker import original_error, refuse_unsendable
+from lightning_feed.load.worker import failed_in_worker, original_error, refuse_unsendable
 
 if TYPE_CHECKING:  # imported only by loaders that use them
     from lightning_feed.load.probe import Probe
@@ -266,8 +266,7 @@ class FeedLoader(DataLoader[Batch]):
         Code may fail only there: a worker may have no processes of its own, for example. If it fails everywhere, the
         error comes again.
         """
-        failed_in_worker = isinstance(error, Exception) and "DataLoader worker process" in str(error)
-        if not failed_in_worker or isinstance(error, FeedError) or not self.may_draw_again():
+        if not failed_in_worker(error) or isinstance(error, FeedError) or not self.may_draw_again():
             return None
         logger.warning(
             "The dataset (%s) fails in worker processes (%s), so from now on batches are made without them. If the "

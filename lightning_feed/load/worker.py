@@ -270,6 +270,11 @@ def original_error(error: BaseException) -> tuple[str, str]:
     return kind, text
 
 
+def failed_in_worker(error: BaseException) -> bool:
+    """True if torch passes on an error that code raised in a worker process. Torch says so only in the message."""
+    return isinstance(error, Exception) and "DataLoader worker process" in str(error)
+
+
 # --- signals in finalizers --------------------------------------------------------------------------------------------
 
 

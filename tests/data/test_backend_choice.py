@@ -10,7 +10,7 @@ import pytest
 import torch
 from images.made_images import encoded
 from lightning.pytorch import Trainer
-from made_samples import jpegs, nvjpeg_dataset, photo
+from made_samples import jpegs, nvjpeg_dataset, photo, torn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import images
@@ -217,6 +217,25 @@ def test_auto_leaves_files_that_nvjpeg_cannot_decode_to_the_cpus(monkeypatch: py
     choice = _auto([*jpegs(2), *[encoded(photo(), "PNG")] * 3])
     assert choice.name == "torch"
     assert "nvJPEG decodes only 2 of 5: nvJPEG decodes only JPEG" in choice.reason
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_leaves_broken_files_out_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training may skip them."""
+    tried: list[int] = []
+    monkeypatch.setattr(backends, "decoding_ms", lambda samples, *_: tried.append(len(samples)) or 0.0001)
+    assert _auto([*jpegs(4), torn(jpegs(5)[4])]).name == "nvjpeg"
+    assert tried == [4]
+    assert _auto([torn(jpegs(1)[0])]).reason == 'backend="auto": there are no images to try'
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_takes_the_cpus_if_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> float:
+        raise LoaderError("the device decoded none")
+
+    monkeypatch.setattr(backends, "decoding_ms", failing)
+    assert _auto(jpegs(3)) == backends.BackendChoice("torch", 'backend="auto": the device decoded none')
 
 
 def test_auto_without_a_decoding_device_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
