@@ -26,15 +26,18 @@ other down, pinned memory that the host writes to while it is copied, copies bet
 their documentation. Writes to different parts of one storage are taken for writes to the same. Blocks of memory are
 handed out again as a whole and never split, ``cudaMalloc`` and ``cudaHostAlloc`` take no time and stall nothing, and
 the backward pass is queued by the thread that asked for it: autograd's own thread for the device is not there.
+
+Threads have a current stream each, as in torch. What another thread does is followed while it has chosen a stream.
 """
 
 from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
 
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import count, cycle
 from types import FrameType
@@ -235,6 +238,25 @@ class Pool:
             self._free.append(block.size)
 
 
+class Chosen(threading.local):
+    """What one thread has chosen: its current device, and a current stream for each device."""
+
+    def __init__(self, defaults: list[Stream]) -> None:
+        self.index = 0
+        self.streams = [*defaults]
+
+
+class Follower(TorchDispatchMode):
+    """Makes a device see the operations of one more thread: a mode is for the thread that enters it."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return self._device.__torch_dispatch__(func, types, args, kwargs)
+
+
 class SimulatedDevice(TorchDispatchMode):
     """The devices, their module, and the host's clock.
 
@@ -262,8 +284,9 @@ class SimulatedDevice(TorchDispatchMode):
         self._streams = [
             cycle([Stream(self, f"side {number}", index) for number in range(POOL)]) for index in range(DEVICES)
         ]
-        self._currents = [*self.defaults]
-        self._index = 0
+        self._chosen = Chosen(self.defaults)
+        self._home = threading.get_ident()
+        self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}
         self._pools: dict[Stream, Pool] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -287,29 +310,30 @@ class SimulatedDevice(TorchDispatchMode):
         return self._index
 
     def set_device(self, device: Any) -> None:
-        self._index = self._index_of(device)
+        self._chosen.index = self._index_of(device)
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        before, self._index = self._index, self._index_of(device)
+        before, self._chosen.index = self._index, self._index_of(device)
         try:
             yield
         finally:
-            self._index = before
+            self._chosen.index = before
 
     def current_stream(self, device: Any = None) -> Stream:
-        return self._currents[self._index_of(device)]
+        return self._chosen.streams[self._index_of(device)]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Makes the stream's device the current one, too (torch/cuda/__init__.py, StreamContext)."""
-        with self.device(stream.index):
+        followed = nullcontext() if threading.get_ident() == self._home else Follower(self)
+        with self.device(stream.index), followed:
             before = self._current
-            self._currents[stream.index] = stream
+            self._chosen.streams[stream.index] = stream
             try:
                 yield
             finally:
-                self._currents[stream.index] = before
+                self._chosen.streams[stream.index] = before
 
     @contextmanager
     def graph(self) -> Iterator[None]:
@@ -340,7 +364,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def synchronize(self, device: Any = None) -> None:
         index = self._index_of(device)
-        for stream in {self.defaults[index], self._currents[index], *self._pools}:
+        for stream in {self.defaults[index], self._chosen.streams[index], *self._pools}:
             if stream.index == index:
                 self.wait_for(stream.record_event(), "synchronize")
 
@@ -437,7 +461,10 @@ class SimulatedDevice(TorchDispatchMode):
             block.recorded.add(stream)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
+        with self._lock:
+            return self._dispatch(func, types, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if _is_composite(func):
             with self:  # under inference mode operations come here that are made of others
                 done = func.decompose(*args, **kwargs)
@@ -447,7 +474,7 @@ class SimulatedDevice(TorchDispatchMode):
         index = self._device_of(ins, kwargs.get("device"))
         if index != self._index:
             with self.device(index):
-                return self.__torch_dispatch__(func, types, args, kwargs)
+                return self._dispatch(func, types, args, kwargs)
         pin = kwargs.pop("pin_memory", None)
         name = _name(func)
         looked = self._look(name, func, args, kwargs, ins) if ins else NotImplemented
@@ -485,8 +512,12 @@ class SimulatedDevice(TorchDispatchMode):
     # --- details ------------------------------------------------------------------------------------------------------
 
     @property
+    def _index(self) -> int:
+        return self._chosen.index
+
+    @property
     def _current(self) -> Stream:
-        return self._currents[self._index]
+        return self._chosen.streams[self._index]
 
     def _index_of(self, device: Any) -> int:
         """A number, a device or its name; the current device where there is no number."""
@@ -572,6 +603,10 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _touch(self, what: str, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Check the order of an operation against those before it, and note it."""
+        with self._lock:
+            self._check(what, stream, reads, writes)
+
+    def _check(self, what: str, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
         join(stream.seen, self.host_seen)
         number = next(self._numbers)
         writing = {id(block): block for block in map(self._block, writes)}
@@ -658,7 +693,7 @@ def _patched() -> Iterator[Callable[[Any, str, Any], None]]:
 
 def join(seen: Seen, other: Seen) -> Seen:
     """Let ``seen`` know what ``other`` knows."""
-    for stream, number in other.items():
+    for stream, number in [*other.items()]:  # another thread may add to it meanwhile
         seen[stream] = max(seen.get(stream, 0), number)
     return seen
 
