@@ -18,6 +18,8 @@ class Trials:
         self.works: list[Any] = []
         self.in_place_share = 1.0
         """Time of a step with batches in place, as a share of ``steps_s``."""
+        self.start_s = 0.0
+        """Seconds from the start of workers to the first batch."""
 
     def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, **_: Any) -> Trial:
         self.loaders.append(loader)
@@ -28,4 +30,4 @@ class Trials:
             raise step_s
         if setting.in_place:
             step_s *= self.in_place_share
-        return Trial(setting=setting, steps_s=(step_s,), start_s=0.1)
+        return Trial(setting=setting, steps_s=(step_s,), start_s=self.start_s)

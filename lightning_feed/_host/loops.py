@@ -1,8 +1,9 @@
 """Lightning's loops: the running stage, its progress, and its next batches and epochs."""
 
+import math
 from typing import Any
 
-from lightning_feed._host.arguments import reload_interval
+from lightning_feed._host.arguments import callbacks_of, reload_interval
 from lightning_feed._host.types import AnyTrainer, Stage
 
 
@@ -129,6 +130,33 @@ def _batches_to_validation(trainer: AnyTrainer, otherwise: int) -> int:
         return otherwise
     done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     return int(interval - (done + 1) % interval)
+
+
+def steps_left(trainer: AnyTrainer) -> tuple[float, float]:
+    """Number of training batches and of epochs that are still to begin; infinite where the fit has no end.
+
+    Neither early stopping nor a time limit is taken into account.
+    """
+    loop = trainer.fit_loop
+    in_epoch = trainer.num_training_batches
+    in_this = max(0.0, in_epoch - loop.epoch_loop.batch_progress.current.ready)
+    epochs = math.inf
+    if loop.max_epochs not in (None, -1):
+        epochs = max(0, loop.max_epochs - trainer.current_epoch - 1)
+    steps = in_this + (epochs * in_epoch if epochs else 0)
+    if trainer.max_steps != -1:
+        by_steps = max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        if by_steps < steps:
+            steps = by_steps
+            epochs = math.ceil(max(0.0, steps - in_this) / in_epoch)
+    return steps, epochs
+
+
+def seconds_left(trainer: AnyTrainer) -> float:
+    """Seconds until a Timer callback, such as that of ``Trainer(max_time=...)``, ends the fit; else infinite."""
+    timers: list[Any] = [callback for callback in callbacks_of(trainer) if type(callback).__name__ == "Timer"]
+    left_s = [timer.time_remaining() for timer in timers]
+    return min((seconds for seconds in left_s if seconds is not None), default=math.inf)
 
 
 def epoch_cut_short(trainer: AnyTrainer) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import MOST, REGISTERING_DEVICES, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
+from lightning_feed.trials.comparison import Comparison
 from lightning_feed.trials.in_fit import (
     KEEPS,
     fills_a_cache,
@@ -37,6 +38,7 @@ from lightning_feed.trials.in_fit import (
     work_of,
 )
 from lightning_feed.trials.search import ALIKE
+from lightning_feed.trials.time_left import MOST_S, TimeLeft
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of
 
@@ -46,6 +48,8 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
+_ANY_WORK = TrainingWork(step_s=1.0)
+"""The key of a result says only whether there is work."""
 _CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"
 
 
@@ -62,14 +66,18 @@ class Move:
 class AutotuneCallback(Callback):
     """Finds the number of workers with which training is fastest, and sets it.
 
-    A rehearsal first sees in forked processes whether samples stay the same in workers; if not, their number stays. The
-    callback measures the first training steps, then tries your setting and others in forked processes that imitate
-    these steps, and continues the same epoch with the fastest setting. Worker processes of all others hand their
-    batches over in place. Nothing changes unless a setting makes steps more than 3 % shorter, and is faster than yours
-    in each of up to three turns. On CUDA, batches in place are tried even if the trials gain nothing, because trials
+    The callback measures the first training steps. A rehearsal then sees in forked processes whether samples stay the
+    same in workers; if not, their number stays. It tries your setting and others in forked processes that imitate the
+    steps, and continues the same epoch with the fastest setting, the start of workers in each epoch included. Worker
+    processes of all others hand their batches over in place. Nothing changes unless a setting makes steps more than 3 %
+    shorter, and is faster than yours in each of up to three turns, nor if trials of your setting take other times than
+    training just has. On CUDA, batches in place are tried even if the trials gain nothing, because trials
     neither pin batches nor copy them to the device. If steps of training itself then take longer than before, or are
     less than 3 % shorter with batches in place, the callback returns to your setting. The result is remembered for this
     machine, model and data, and the next run begins with it.
+
+    Trials take at most a tenth of the time that is left in the fit, and up to half of what a setting already saves in
+    it. A fit that ends within a minute gets none, unless you set a budget.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do if you set it by hand. Workers start anew in each epoch, unless yours
@@ -81,7 +89,8 @@ class AutotuneCallback(Callback):
 
     Args:
         max_workers: largest number of workers to try. None for as many as CPUs, memory and /dev/shm allow.
-        budget_s: seconds for the trials, after which none runs.
+        budget_s: seconds for the rehearsal and the trials, after which none runs. None for what the fit can return, and
+            at most 30.
 
     Raises:
         SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
@@ -96,13 +105,14 @@ class AutotuneCallback(Callback):
     """
 
     @refuses_unknown_arguments
-    def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
+    def __init__(self, max_workers: int | None = None, *, budget_s: float | None = None) -> None:
         if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(
                 f"AutotuneCallback(max_workers={max_workers!r}): give the largest number of workers, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
-        Goal(budget_s=budget_s)  # raises if it is not a valid budget
+        if budget_s is not None:
+            Goal(budget_s=budget_s)  # raises if it is not a valid budget
         self.max_workers = max_workers
         self.budget_s = budget_s
         self._once = Once(logger)
@@ -128,12 +138,12 @@ class AutotuneCallback(Callback):
         """Mean time of a step before the trials, in milliseconds."""
         self._input_pct = 0.0
         """Share of a step before the trials that waited for data or for its copy: the longest of all ranks."""
-        self._rehearsal = Rehearsal()
-        """The rehearsal of the training loader."""
+        self._rehearsal: Rehearsal | None = None
+        """The rehearsal of the training loader; None until one was needed."""
         self._first_epoch = 0
         """The epoch in which the fit began."""
-        self._unproven: Tuned | None = None
-        """The result in use, until training steps were measured with it and compared with the user's setting."""
+        self._comparison: Comparison | None = None
+        """The settings that training itself compares with the user's; None once it has."""
         self._tuned: Tuned | None = None
         """The result in use."""
 
@@ -193,7 +203,7 @@ class AutotuneCallback(Callback):
         """Count the step. Once enough steps are measured, run the trials, or check their result."""
         if self._loader is not None and self._loader.step_ended():
             self._guard.measure(self._look_for_changes, trainer)
-        if not self._waits_for_steps and self._unproven is None:
+        if not self._waits_for_steps and self._comparison is None:
             return
         if self._run is not None:
             self._guard.measure(self._run.step_ended)
@@ -204,7 +214,7 @@ class AutotuneCallback(Callback):
             self._guard.measure(self._run_trials, trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
-        if self._unproven is None:
+        if self._comparison is None:
             self._stop_measuring()
 
     def _steps_to_measure(self, run: StarvationRun) -> float:
@@ -213,18 +223,51 @@ class AutotuneCallback(Callback):
         return max(run.main.warm_up + steps, self._waits_until)
 
     def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
-        self._waits_for_steps = False
+        """Run the trials and use their result, unless something says that there must be none, or not yet."""
         assert self._loader is not None
-        self._loader.undecided = False
+        self._waits_for_steps = False
+        self._before_ms = mean_step_ms(run)
         if any(gather(trainer, self._loader.has_changed())):
-            self._do_nothing(trainer, _CHANGES)
+            self._give_up(trainer, _CHANGES)
+            return
+        time_left = self._time_left(trainer, run)
+        if self.budget_s is None and not time_left.pays_for_trials:
+            self._give_up(trainer, _too_short(time_left))
             return
         with run.trials():
-            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
+            if not self._may_try(trainer, time_left):
+                return
+            self._loader.undecided = False
+            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run, time_left)
             if tuned is not None:
                 self._apply(trainer, tuned)
             if self._moves:  # later steps have another loader
                 run.restart()
+
+    def _give_up(self, trainer: Trainer, why: str) -> None:
+        assert self._loader is not None
+        self._loader.undecided = False
+        self._do_nothing(trainer, why)
+
+    def _may_try(self, trainer: Trainer, time_left: TimeLeft) -> bool:
+        """Rehearse the loader. Returns False if nothing may be tried, or only in a later epoch."""
+        assert self._loader is not None
+        if self._rehearsal is not None:
+            return True
+        loader = self._loader.original
+        self._rehearsal = self._rehearse(trainer, loader, time_left.budget_s(gain=0.0))
+        why_not = why_left_alone(loader, self._rehearsal)
+        if not fills_a_cache(loader, self._rehearsal):
+            if why_not:
+                self._give_up(trainer, why_not)
+            return not why_not
+        if loader.num_workers or why_not:
+            self._give_up(trainer, why_not or KEEPS)
+            return False
+        self._waits_for_steps = True
+        self._waits_until = math.inf
+        self._first_epoch = trainer.current_epoch
+        return False
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -243,7 +286,7 @@ class AutotuneCallback(Callback):
         while self._wraps:
             self._wraps.pop().undo()
         self._waits_for_steps = False
-        self._unproven = None
+        self._comparison = None
         self._loader = None
         self._stop_measuring()
 
@@ -275,40 +318,43 @@ class AutotuneCallback(Callback):
         if why_not:
             self._do_nothing(trainer, why_not)
             return None
-        self._rehearsal = self._rehearse(trainer, loader)
+        tuned_loader = TunedLoader(trainer, loader)
+        self._waits_for_steps = True
+        key = partial(key_of, loader, self._goal(trainer, _ANY_WORK), read_machine())
+        may_know = trainer.local_rank == 0 and Store().may_know(key(Rehearsal()))
+        if not any(gather(trainer, may_know)):
+            return tuned_loader
+        self._rehearsal = self._rehearse(trainer, loader, MOST_S)
         why_not = why_left_alone(loader, self._rehearsal)
-        if fills_a_cache(loader, self._rehearsal):
-            self._waits_until = math.inf
-            self._first_epoch = trainer.current_epoch
-            if loader.num_workers and not why_not:
-                why_not = KEEPS
         if why_not:
+            self._waits_for_steps = False
             self._do_nothing(trainer, why_not)
             return None
-        tuned_loader = TunedLoader(trainer, loader)
-        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key says only if there is work
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
-            earlier = Store().load(key_of(loader, goal, read_machine(), self._rehearsal))
+            earlier = Store().load(key(self._rehearsal))
             if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
                 earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() == {node for node, _ in results}:
+            self._waits_for_steps = False
             self._tuned = by_node[trainer.node_rank]
             tuned_loader.setting = self._tuned.setting
             tuned_loader.undecided = False
             self._announce(trainer, self._tuned)
-        else:
-            self._waits_for_steps = True
+        elif fills_a_cache(loader, self._rehearsal):
+            self._rehearsal = None  # as if nothing were known
         return tuned_loader
 
-    def _rehearse(self, trainer: AnyTrainer, loader: DataLoader[Batch]) -> Rehearsal:
+    def _rehearse(self, trainer: AnyTrainer, loader: DataLoader[Batch], budget_s: float) -> Rehearsal:
         """Rehearse the loader on one rank of each node. A refusal on one node holds on all."""
         rehearsal: Rehearsal | None = None
+        if self.budget_s is not None:
+            budget_s = self.budget_s
         if trainer.local_rank == 0:
             try:
-                rehearsal = rehearsal_of(loader, self.budget_s, lambda: is_to_stop(trainer))
+                rehearsal = rehearsal_of(loader, budget_s, lambda: is_to_stop(trainer))
             except Exception as error:  # noqa: BLE001  # the other ranks wait
                 rehearsal = Rehearsal(refusal=Refusal(reason="error", detail=f"{type(error).__name__}: {error}"))
         by_node = {node: found for node, found in gather(trainer, (trainer.node_rank, rehearsal)) if found is not None}
@@ -317,7 +363,7 @@ class AutotuneCallback(Callback):
         return replace(own, refusal=refusal)
 
     def _goal(self, trainer: AnyTrainer, work: TrainingWork) -> Goal:
-        return goal_of(trainer, work=work, most_workers=self.max_workers, budget_s=self.budget_s)
+        return goal_of(trainer, work=work, most_workers=self.max_workers, budget_s=self.budget_s or MOST_S)
 
     def _why_not(self, loader: object) -> str:
         if self._loaders != 1:
@@ -356,29 +402,71 @@ class AutotuneCallback(Callback):
                 return callback.measured_fit
         return None
 
-    def _tune(self, trainer: AnyTrainer, run: StarvationRun) -> Tuned | None:
+    def _time_left(self, trainer: AnyTrainer, run: StarvationRun) -> TimeLeft:
+        """What is left of the fit, for the rank that has least time."""
+        steps, epochs = _host.steps_left(trainer)
+        begun = trainer.current_epoch - self._first_epoch + 1
+        validation_s = run.wall.seconds("validation") / begun
+        left = TimeLeft(
+            steps=steps,
+            step_s=1e-3 * (self._before_ms or 0.0),
+            epochs=epochs,
+            epoch_start_s=run.main.measurements(prefetch_active=None).stats.epoch_start_s or 0.0,
+            validation_s=validation_s,
+            limit_s=_host.seconds_left(trainer),
+        )
+        of_ranks: list[TimeLeft] = gather(trainer, left)
+        return min(of_ranks, key=lambda of_rank: of_rank.seconds)
+
+    def _tune(self, trainer: AnyTrainer, run: StarvationRun, time_left: TimeLeft) -> Tuned | None:
         assert self._loader is not None
         measured = run.main.measurements(prefetch_active=None)
-        self._before_ms = mean_step_ms(run)
         ranks = gather(trainer, (work_of(measured), measured.stats.input_pct))
         self._input_pct = max(input_pct or 0.0 for _, input_pct in ranks)
         works = [work for work, _ in ranks]
-        goal = self._goal(trainer, slowest_work(works))
+        goal = replace(
+            self._goal(trainer, slowest_work(works)),
+            time_left=time_left if self.budget_s is None else None,
+            own_step_s=time_left.step_s or None,
+            steps_per_epoch=_host.batches_of(trainer, "fit") or math.inf,
+        )
+        assert self._rehearsal is not None
         return tune_for_fit(self._loader.original, trainer, goal, self._rehearsal)
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Use the result. If this changes the loader, the next steps of training are compared with those before."""
+        """Use the result. If this changes the loader, training itself compares its next steps with those before."""
         assert self._loader is not None
         from_trials = tuned
         tuned = self._beyond_trials(trainer, from_trials)
-        if tuned is from_trials:
+        settings = [tuned.setting]
+        if tuned.without_workers is not None:
+            settings.append(tuned.without_workers)
+        settings = [setting for setting in dict.fromkeys(settings) if setting != tuned.own]
+        if tuned is from_trials and (not settings or tuned.without_workers is None):
             self._save(trainer, tuned)
-        self._announce(trainer, tuned)
-        if tuned.setting == self._loader.setting:
+        if not settings:
+            self._announce(trainer, tuned)
             return
+        if tuned.setting == tuned.own:
+            self._say(trainer, f"AutotuneCallback keeps {tuned.own} for now: {tuned.reason}.")
+        else:
+            self._announce(trainer, tuned)
+        own_ms = max((before or math.inf) for before in gather(trainer, self._before_ms))  # the slowest rank counts
         self._tuned = tuned
-        if self._loader.switch(tuned.setting):
-            self._unproven = tuned
+        self._comparison = Comparison(tuned, settings, own_ms)
+        self._use_next(trainer)
+
+    def _use_next(self, trainer: AnyTrainer) -> None:
+        """Train with the setting that the comparison takes next."""
+        assert self._loader is not None
+        assert self._comparison is not None
+        setting = self._comparison.setting
+        if setting != self._comparison.tuned.setting:
+            reason = f"training itself compares {setting}, whose gain trials cannot tell"
+            self._note_move(trainer, setting, reason)
+            self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: {reason}.")
+        if not self._loader.switch(setting):
+            self._comparison = None  # it comes with the next epoch
 
     def _beyond_trials(self, trainer: AnyTrainer, tuned: Tuned) -> Tuned:
         """The result, or batches in place if the trials chose the user's setting, but may have missed what they gain.
@@ -394,32 +482,36 @@ class AutotuneCallback(Callback):
         return replace(tuned, setting=tuned.in_place, reason=f"{reason}, so training itself compares")
 
     def _check(self, trainer: AnyTrainer, run: StarvationRun) -> None:
-        """Say what training itself has gained. Go back to the user's setting if that is too little.
-
-        Steps must not be longer. With batches in place they must be shorter, because the trials cannot show that.
-        """
-        tuned = self._unproven
-        self._unproven = None
-        assert tuned is not None
+        """Compare the steps of training with the setting in use. After the last setting, take the fastest."""
+        comparison = self._comparison
+        assert comparison is not None
         assert self._loader is not None
-        ranks = gather(trainer, (self._before_ms, mean_step_ms(run)))
-        before_ms = max((before or math.inf) for before, _ in ranks)  # the slowest rank counts
-        after_ms = max((after or 0.0) for _, after in ranks)
-        if not after_ms or before_ms == math.inf:
-            return  # too few steps could be measured
-        reason = (
-            f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
-        )
-        least_factor = ALIKE if tuned.setting.in_place and not tuned.own.in_place else 1.0
-        holds = least_factor * after_ms <= before_ms
-        proven = replace(tuned, setting=tuned.setting if holds else tuned.own, reason=reason)
-        self._save(trainer, proven)
-        what = "keeps" if holds else "goes back to"
-        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, {what} {proven.setting}: {reason}.")
-        if holds:
+        step_ms = max((after or math.inf) for after in gather(trainer, mean_step_ms(run)))
+        comparison.note(step_ms)
+        if comparison.go_on():
+            self._use_next(trainer)
+            run.restart()
             return
-        self._note_move(trainer, proven.setting, reason)
-        self._loader.switch(proven.setting)
+        self._comparison = None
+        tuned = comparison.tuned
+        fastest = comparison.fastest()
+        before_ms = comparison.step_ms(tuned.own)
+        compared = comparison.setting if fastest == tuned.own else fastest
+        after_ms = comparison.step_ms(compared)
+        if not math.isfinite(before_ms + after_ms):
+            return  # too few steps could be measured
+        reason = f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {compared}"
+        whole = tuned.whole or fastest != tuned.own
+        proven = replace(tuned, setting=fastest, reason=reason, trained_ms=(before_ms, after_ms), whole=whole)
+        self._tuned = proven
+        self._save(trainer, proven)
+        stays = fastest == self._loader.setting
+        what = "keeps" if stays else "goes back to"
+        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, {what} {fastest}: {reason}.")
+        if stays:
+            return
+        self._note_move(trainer, fastest, reason)
+        self._loader.switch(fastest)
         run.restart()
 
     def _look_for_changes(self, trainer: AnyTrainer) -> None:
@@ -428,7 +520,7 @@ class AutotuneCallback(Callback):
         if self._tuned is None or not any(gather(trainer, self._loader.adds_workers and self._loader.has_changed())):
             return
         own = replace(self._tuned, setting=self._tuned.own, reason=_CHANGES)
-        self._unproven = None
+        self._comparison = None
         self._stop_measuring()
         self._save(trainer, own)
         self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, goes back to {own.setting}: {_CHANGES}.")
@@ -439,6 +531,7 @@ class AutotuneCallback(Callback):
         """Save a result for the next run, in which nothing is left to compare. Only whole searches are saved."""
         assert self._loader is not None
         if trainer.local_rank == 0 and tuned.whole:
+            assert self._rehearsal is not None
             key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine(), self._rehearsal)
             Store().save(key, replace(tuned, in_place=None))
 
@@ -448,14 +541,12 @@ class AutotuneCallback(Callback):
         if tuned.setting == tuned.own:
             self._say(trainer, f"AutotuneCallback keeps {tuned.own}: {origin}{tuned.reason}.")
             return
-        trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
-        measured = ", ".join(f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials if trial is not None)
         self._note_move(trainer, tuned.setting, tuned.reason)
         self._say(
             trainer,
             f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(tuned.own, tuned.setting)}: "
-            f"{origin}{tuned.reason} ({measured}). The order of samples stays; random numbers drawn inside workers "
-            "differ.",
+            f"{origin}{tuned.reason}{_tried(tuned)}. The order of samples stays; random numbers drawn inside workers "
+            f"differ.{_cost_of(tuned)}",
         )
 
     def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
@@ -486,6 +577,31 @@ class AutotuneCallback(Callback):
 def mean_step_ms(run: StarvationRun) -> float | None:
     """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
+
+
+def _too_short(time_left: TimeLeft) -> str:
+    return (
+        f"the fit ends in about {time_left.seconds:.0f} s, and trials would take longer than they could save. "
+        "`lightning-feed tune your_script.py` tries settings outside of it"
+    )
+
+
+def _tried(tuned: Tuned) -> str:
+    """What trials took with the user's setting and with the chosen one; empty if the reason says what training took."""
+    if tuned.trained_ms is not None:
+        return ""
+    trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
+    figures = [f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials if trial is not None]
+    return f" ({', '.join(figures)})"
+
+
+def _cost_of(tuned: Tuned) -> str:
+    """What the trials took, and how many steps return it; empty if an earlier run had them, or nothing was gained."""
+    own = tuned.trial_of(tuned.own)
+    if tuned.remembered or own is None or tuned.step_s is None or tuned.step_s >= own.step_s:
+        return ""
+    steps = math.ceil(tuned.seconds / (own.step_s - tuned.step_s))
+    return f" The trials took {tuned.seconds:.1f} s, which {steps:,} steps save again ({steps * tuned.step_s:.0f} s)."
 
 
 def _described(before: Setting, after: Setting) -> str:

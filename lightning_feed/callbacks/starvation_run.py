@@ -21,7 +21,7 @@ from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
 from lightning_feed.measure.stats import GpuStats, RankStats, StarvationStats, loop_tags, to_tags
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
-from lightning_feed.measure.wall import Part, WallClock
+from lightning_feed.measure.wall import Part, WallClock, WallStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
 """The part of wall time in which each stage's loop begins."""
@@ -125,6 +125,11 @@ class StarvationRun:
     def finished(self) -> int:
         """Number of steps that ended."""
         return self.main.meter.finished
+
+    @property
+    def wall(self) -> WallStats:
+        """The parts of the wall time so far."""
+        return self._wall.stats()
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 

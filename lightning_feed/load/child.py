@@ -50,7 +50,11 @@ class _Answer(Generic[Result]):
 
 
 def run_in_children(
-    works: Sequence[Callable[[], Result]], *, timeout_s: float, stop: Callable[[], bool] = lambda: False
+    works: Sequence[Callable[[], Result]],
+    *,
+    timeout_s: float,
+    stop: Callable[[], bool] = lambda: False,
+    torch_threads: int = 1,
 ) -> list[Result]:
     """Run each work in a forked child of its own, all at the same time, and return their results in the same order.
 
@@ -58,6 +62,7 @@ def run_in_children(
         works: see :class:`Child`.
         timeout_s: seconds after which all children are killed, with the processes that they started.
         stop: returns True if the children are to be killed now.
+        torch_threads: see :class:`Child`.
 
     Raises:
         NoAnswer: a child did not answer in time.
@@ -69,7 +74,9 @@ def run_in_children(
     children: list[Child[Result]] = []
     try:
         for work in works:
-            children.append(Child(work))  # those that have started are ended if one cannot start
+            children.append(
+                Child(work, torch_threads=torch_threads)
+            )  # those that have started are ended if one cannot start
         return [child.result(deadline_s - time.monotonic(), stop) for child in children]
     except NoAnswer as error:
         raise NoAnswer(f"it gave nothing within {timeout_s:.3g} s") from error
@@ -102,11 +109,11 @@ class Child(Generic[Result]):
     """A forked child that does some work.
 
     The child holds copies of all objects, so the work may iterate the user's loaders. The work must not use the device,
-    because a forked process cannot. It computes with one torch thread, because OpenMP's threads do not survive a fork.
-    What it prints is not shown, and unreadable samples do not count.
+    because a forked process cannot. What it prints is not shown, and unreadable samples do not count.
 
     Args:
         work: called in the child. Its result is pickled.
+        torch_threads: threads with which torch computes in the child.
         guarded: True to fork twice, so that a guard stands between the two processes. If the parent dies, even by
             SIGKILL, the guard kills the child and the processes that it started, even if they hang. False for short
             work that starts no processes: then a thread of the child watches the parent.
@@ -115,7 +122,7 @@ class Child(Generic[Result]):
         LoaderError: this process may not have children.
     """
 
-    def __init__(self, work: Callable[[], Result], *, guarded: bool = True) -> None:
+    def __init__(self, work: Callable[[], Result], *, torch_threads: int = 1, guarded: bool = True) -> None:
         if multiprocessing.current_process().daemon:
             raise LoaderError(
                 "Nothing can be tried here, because this process is a daemon of multiprocessing (such as a worker of a "
@@ -127,7 +134,7 @@ class Child(Generic[Result]):
         try:
             self._receiver, sender = multiprocessing.Pipe(duplex=False)
             # Daemons may not have processes of their own. The others are waited for when the program ends.
-            run = partial(_run, work, sender, guarded=guarded)
+            run = partial(_run, partial(_work, work, sender, torch_threads), sender, guarded=guarded)
             self._process = context.Process(target=run, daemon=not guarded)
             with warnings.catch_warnings(), own_forks(), _ctrl_c_waits():
                 warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -183,7 +190,7 @@ class Child(Generic[Result]):
             self._process.join()
 
 
-def _run(work: Callable[[], Result], sender: Connection, *, guarded: bool) -> NoReturn:
+def _run(work: Callable[[], NoReturn], sender: Connection, *, guarded: bool) -> NoReturn:
     """Do the work in this process, which the parent has forked, or in one that this process forks and watches."""
     gc.freeze()  # garbage of the training process that holds CUDA events would end this process when collected
     parent = os.getppid()
@@ -192,10 +199,10 @@ def _run(work: Callable[[], Result], sender: Connection, *, guarded: bool) -> No
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not guarded:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-        _work(work, sender)
+        work()
     worker = os.fork()
     if not worker:
-        _work(work, sender)
+        work()
     sender.close()
     _watch(parent, worker)
 
@@ -219,13 +226,22 @@ def _end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _work(work: Callable[[], Result], sender: Connection) -> NoReturn:
+def _work(work: Callable[[], Result], sender: Connection, torch_threads: int) -> NoReturn:
+    """Do the work, with one torch thread in this thread, or with several in a new one.
+
+    OpenMP keeps the threads of a parallel region for the thread that began it, and they do not survive a fork: this
+    thread would wait for them for ever. A new thread begins with none, and starts its own (GCC's libgomp, ``team.c``).
+    """
     try:
         _be_silent()
         read_alone()
-        torch.set_num_threads(1)
         with relayed():
-            _answer(work, sender)
+            if torch_threads > 1:
+                thread = threading.Thread(target=_answer, args=(work, sender, torch_threads))
+                thread.start()
+                thread.join()
+            else:
+                _answer(work, sender, 1)
     finally:
         os._exit(0)
 
@@ -238,7 +254,8 @@ def _be_silent() -> None:
     sys.stdout = sys.stderr = nowhere  # in notebooks, these write elsewhere
 
 
-def _answer(work: Callable[[], Result], sender: Connection) -> None:
+def _answer(work: Callable[[], Result], sender: Connection, torch_threads: int) -> None:
+    torch.set_num_threads(torch_threads)
     try:
         # Not with multiprocessing's pickler, which leaves tensors in this process for the other one to fetch.
         content = pickle.dumps(_Answer(result=work()))

@@ -44,6 +44,8 @@ LIMIT_S = 20.0
 _PARTS = 3
 _KEPT = 3.0
 """A dataset keeps what it reads if it reads samples again faster than before by more than this factor."""
+_KEPT_PART = 8
+"""It is enough if that happens to one sample of this many."""
 _LEAST_S = 1e-4
 """Samples that take less time than this need not be kept."""
 _DEEPEST = 4
@@ -283,7 +285,9 @@ class _Rehearsing:
         except FeedError as error:
             return Rehearsal(refusal=Refusal(reason="error", detail=str(error)))
         seen = _Seen(first, *again, *both)
-        keeps = _is_kept(*(reading.seconds for reading in both))
+        backward, forward = both
+        fresh_s = [first.seconds, *(reading.seconds for reading in again), backward.seconds[::-1]]
+        keeps = _is_kept(fresh_s, forward.seconds)
         return Rehearsal(refusal=self._refusal(seen, drawn_from), keeps=keeps, fingerprint=seen.fingerprint())
 
     def _first_reading(self) -> tuple[Reading, set[str]]:
@@ -332,12 +336,17 @@ class _Rehearsing:
         return Refusal(reason="past", detail=str(sample), name=name)
 
 
-def _is_kept(first_s: list[float], second_s: list[float]) -> bool:
-    """True if reading samples for the second time was far faster than reading them for the first time."""
-    count = len(first_s)
-    usual_first_s = sorted(first_s)[count // 4]
-    usual_second_s = sorted(second_s)[3 * count // 4]
-    return usual_first_s > max(_LEAST_S, _KEPT * usual_second_s)
+def _is_kept(fresh_s: list[list[float]], second_s: list[float]) -> bool:
+    """True if some samples were read far faster for the second time than in each fresh process.
+
+    Training may have read the others already, in which case they are fast in fresh processes, too.
+
+    Args:
+        fresh_s: seconds for each sample, in each of several fresh processes.
+        second_s: seconds for each sample that the same process had read before.
+    """
+    kept = [min(first_s) > max(_LEAST_S, _KEPT * again_s) for *first_s, again_s in zip(*fresh_s, second_s, strict=True)]
+    return kept.count(True) >= max(1, len(kept) // _KEPT_PART)
 
 
 # --- in a child -------------------------------------------------------------------------------------------------------

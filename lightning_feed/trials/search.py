@@ -28,6 +28,9 @@ GAP = 1.15
 """No number of workers is tried between two numbers that differ by less than this factor."""
 REFINEMENTS = 8
 """Largest number of trials around the fastest number of workers."""
+UNLIKE = 1.25
+"""Trials do not imitate a run if its own setting takes longer in them than in training by more than this factor, or
+less long, and does so again."""
 UNEVEN = 2.0
 """Longest wait for a batch, as a multiple of the mean, from which higher prefetch factors are tried."""
 OUT_OF_TIME = "; the time ended the search"
@@ -43,6 +46,8 @@ class Trial:
     setting: Setting
     steps_s: tuple[float, ...] = ()
     """Mean time of a training step in each turn, in seconds. Empty if the setting could not run."""
+    start_share_s: float = 0.0
+    """The share of each step in the start of an epoch's workers, in seconds: see :func:`start_share_s`."""
     unevenness: float | None = None
     """Longest time between two batches, as a multiple of the mean, over rounds of one batch for each worker."""
     start_s: float | None = None
@@ -57,9 +62,28 @@ class Trial:
     """The reason why the setting could not run; None if it could."""
 
     @property
-    def step_s(self) -> float:
-        """Median time of a training step over the turns; infinite if the setting could not run."""
+    def running_s(self) -> float:
+        """Median time of a training step within an epoch over the turns; infinite if the setting could not run."""
         return statistics.median(self.steps_s) if self.steps_s else math.inf
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a training step with its share of the epoch's start; infinite if the setting could not run."""
+        return self.running_s + self.start_share_s
+
+
+def start_share_s(trial: Trial, steps_per_start: float) -> float:
+    """Return the time that the start of an epoch adds to each of its steps, in seconds.
+
+    Worker processes start anew in each epoch unless they persist. All other steps go on while batches are made.
+
+    Args:
+        trial: a trial of the setting.
+        steps_per_start: steps of an epoch; infinite if starts do not count.
+    """
+    if not trial.setting.num_workers or trial.setting.persistent_workers or not trial.steps_s:
+        return 0.0
+    return max(0.0, (trial.start_s or 0.0) - trial.running_s) / steps_per_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +96,10 @@ class Space:
     """CPUs for one rank."""
     most_workers: int
     """Largest number of workers to try."""
+    own_s: float | None = None
+    """Time of a step within an epoch that training itself has measured with the user's setting; None if unknown."""
+    copies: bool = False
+    """True if training pins batches or copies them to a device, which trials do not: then its steps may be longer."""
     model_s: float = 0.0
     """Time of a training step that never waits for data; 0.0 if unknown."""
     in_place: bool = False
@@ -97,12 +125,19 @@ class OutOfTime(Exception):
     """Raised in place of a trial for which no time is left."""
 
 
+class Unlike(Exception):
+    """Raised if trials of the user's setting take other times than training with it: then nothing follows from them."""
+
+
 Run = Callable[[Setting], Trial]
 """Runs one trial. Raises OutOfTime if there is no time left for it."""
 
 
 def find_setting(space: Space, run: Run) -> Choice | None:
-    """Search until the best setting is found, or the time is over. Returns None if no setting could run."""
+    """Search until the best setting is found, or the time is over. Returns None if no setting could run.
+
+    The user's setting stays if trials do not imitate training.
+    """
     search = _Search(space, run)
     finished = True
     try:
@@ -112,6 +147,8 @@ def find_setting(space: Space, run: Run) -> Choice | None:
         search.compete()
     except OutOfTime:
         finished = False
+    except Unlike:
+        return search.conclude_nothing()
     return search.choose(finished=finished)
 
 
@@ -130,7 +167,11 @@ class _Search:
         CPU. If steps are no shorter with enough workers than with 1 worker, the numbers that follow grow from 2.
         """
         own = self._space.own
-        self._try(own)
+        unlike = self._unlikeness(self._try(own))
+        if UNLIKE < unlike < UNLIKE**2:
+            unlike = self._unlikeness(self._try(own))
+        if unlike > UNLIKE:
+            raise Unlike
         if own.num_workers and self._with_workers(own.num_workers) != own:
             self._try(self._with_workers(own.num_workers))
         if self._space.number_stays:
@@ -138,29 +179,29 @@ class _Search:
         self._try_workers(0)
         if not self._most:
             return
-        alone_s = self._try_workers(1)
-        if self._is_fed(alone_s):
+        alone = self._try_workers(1)
+        if self._is_fed(alone):
             return
-        enough = self._enough_workers(alone_s)
-        enough_s = self._try_workers(enough)
-        if self._is_fed(enough_s):
+        enough = self._enough_workers(alone.running_s)
+        with_enough = self._try_workers(enough)
+        if self._is_fed(with_enough):
             return
         first = 2
-        if ALIKE * enough_s < alone_s:
+        if ALIKE * with_enough.step_s < alone.step_s:
             first = 2 * enough
-        self._grow(first, min(alone_s, enough_s))
+        self._grow(first, min(alone.step_s, with_enough.step_s))
 
     def _grow(self, first: int, fastest_s: float) -> None:
         """Try growing numbers of workers for as long as steps get shorter."""
         in_vain = 0
         for number in self._growing_numbers(first):
-            step_s = self._try_workers(number)
-            if self._is_fed(step_s):
+            trial = self._try_workers(number)
+            if self._is_fed(trial):
                 return
             in_vain += 1
-            if ALIKE * step_s < fastest_s:
+            if ALIKE * trial.step_s < fastest_s:
                 in_vain = 0
-            fastest_s = min(fastest_s, step_s)
+            fastest_s = min(fastest_s, trial.step_s)
             if in_vain == 2 or (in_vain == 1 and number >= self._space.cpus):
                 return
 
@@ -178,7 +219,7 @@ class _Search:
         if self._space.number_stays:
             return
         best = self._smallest_of_the_fastest()
-        if best is None or not best.setting.num_workers or self._is_fed(best.step_s):
+        if best is None or not best.setting.num_workers or self._is_fed(best):
             return
         if (best.unevenness or 0.0) < UNEVEN:
             return
@@ -221,29 +262,48 @@ class _Search:
         trials = tuple(self._trials.values())
         return Choice(setting=best.setting, reason=reason, trials=trials, finished=finished)
 
+    def conclude_nothing(self) -> Choice:
+        """Choose the user's setting, of which trials took other times than training itself."""
+        own = self._trials[self._space.own]
+        measured_ms = 1e3 * (self._space.own_s or 0.0)
+        reason = f"with it, trials took {_in_ms(own)} a step and training {measured_ms:.3g}, so they would not tell"
+        return Choice(setting=own.setting, reason=reason, trials=(own,), finished=False)
+
     @staticmethod
     def _is_faster_in_each_turn(best: Trial, own: Trial) -> bool:
         """True if a setting was faster than the user's own in each turn that both had."""
-        return all(best_s < own_s for best_s, own_s in zip(best.steps_s, own.steps_s, strict=False))
+        turns = zip(best.steps_s, own.steps_s, strict=False)
+        return all(best_s + best.start_share_s < own_s + own.start_share_s for best_s, own_s in turns)
+
+    def _unlikeness(self, trial: Trial) -> float:
+        """Factor by which the last turn of a trial of the user's setting differs from steps of training itself."""
+        measured_s = self._space.own_s
+        if measured_s is None or not trial.steps_s:
+            return 1.0
+        factor = trial.steps_s[-1] / measured_s
+        if factor >= 1:
+            return factor
+        return 1.0 if self._space.copies else 1 / factor
 
     # --- trials so far ------------------------------------------------------------------------------------------------
 
-    def _try(self, setting: Setting) -> float:
-        """Run a trial, add its step time to earlier trials of the same setting, and return its step time."""
+    def _try(self, setting: Setting) -> Trial:
+        """Run a trial, and return it with the step times of earlier trials of the same setting."""
         trial = self._run(setting)
         before = self._trials.get(setting)
         if before is not None:
-            trial = replace(trial, steps_s=(*before.steps_s, *trial.steps_s))
+            shares_s = [each.start_share_s for each in (before, trial) if each.steps_s]
+            trial = replace(trial, steps_s=(*before.steps_s, *trial.steps_s), start_share_s=min(shares_s, default=0.0))
         self._trials[setting] = trial
         if trial.infeasible:  # fewer workers may meet the same limit
             self._most = min(self._most, setting.num_workers // 2)
-        return trial.step_s
+        return trial
 
-    def _try_workers(self, number: int) -> float:
-        """Return the step time with a number of workers, from an earlier trial if there was one."""
+    def _try_workers(self, number: int) -> Trial:
+        """Return a trial with a number of workers, an earlier one if there was one."""
         trial = self._by_number().get(number)
         if trial is not None:
-            return trial.step_s
+            return trial
         return self._try(self._with_workers(number))
 
     def _with_workers(self, number: int) -> Setting:
@@ -256,9 +316,9 @@ class _Search:
         trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 
-    def _is_fed(self, step_s: float) -> bool:
-        """True if training with this step time never waits for data."""
-        return step_s <= ALIKE * self._space.model_s
+    def _is_fed(self, trial: Trial) -> bool:
+        """True if training never waits for data within an epoch."""
+        return trial.running_s <= ALIKE * self._space.model_s
 
     def _smallest_of_the_fastest(self) -> Trial | None:
         trials = [trial for trial in self._trials.values() if trial.steps_s]
@@ -311,7 +371,7 @@ class _Search:
             if not numbers:
                 return
             fastest = min(numbers, key=lambda number: trials[number].step_s)
-            if self._is_fed(trials[fastest].step_s):
+            if self._is_fed(trials[fastest]):
                 return
             middles = _middles_around(fastest, numbers)
             untried = [number for number in middles if number not in trials]

@@ -4,12 +4,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -151,7 +153,8 @@ def run_trial(
 ) -> Trial:
     """Measure the time of a training step with a setting, in a forked child for each rank.
 
-    If a setting with workers cannot run, the returned Trial has the reason.
+    Without workers the samples are made with as many torch threads as in the training process; worker processes have
+    one each. If a setting with workers cannot run, the returned Trial has the reason.
 
     Args:
         loader: any DataLoader. It stays unchanged: the children iterate copies, from the beginning of the dataset.
@@ -168,9 +171,12 @@ def run_trial(
         LoaderError: the loader is empty, or hangs without workers.
     """
     measure = partial(_measure, loader, setting, work, limits)
+    run = partial(run_in_children, [measure] * ranks, stop=stop)
+    if not setting.num_workers:
+        run = partial(_with_torch_threads, run)
     patience_s = limits.max_s + limits.patience_s
     try:
-        trials = run_in_children([measure] * ranks, timeout_s=min(patience_s, limits.left_s), stop=stop)
+        trials = run(timeout_s=min(patience_s, limits.left_s))
     except (DatasetError, LoaderError) as error:
         if isinstance(error, NoAnswer) and limits.left_s < patience_s:
             raise OutOfTime from error
@@ -178,6 +184,19 @@ def run_trial(
             raise
         return Trial(setting=setting, infeasible=str(error))
     return max(trials, key=lambda trial: trial.step_s)
+
+
+def _with_torch_threads(run: Callable[..., list[Trial]], *, timeout_s: float) -> list[Trial]:
+    """Run trials with this process's number of torch threads, or with one if the dataset raises in a new thread.
+
+    SQLite's connections, for one, are for the thread that made them (docs.python.org/3/library/sqlite3.html,
+    ``check_same_thread``).
+    """
+    threads = torch.get_num_threads()
+    if threads > 1:
+        with suppress(DatasetError):
+            return run(timeout_s=timeout_s, torch_threads=threads)
+    return run(timeout_s=timeout_s)
 
 
 def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, limits: TrialLimits) -> Trial:

@@ -17,14 +17,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.child import NoAnswer
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.rehearsal import Rehearsal
-from lightning_feed.load.settings import PINNING_DEVICES, Setting
+from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.measure.cpu_time import CpuShare
@@ -32,7 +32,17 @@ from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.storage.memory_limits import read_text
 from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of
-from lightning_feed.trials.search import ALIKE, Choice, OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.search import (
+    ALIKE,
+    UNLIKE,
+    Choice,
+    OutOfTime,
+    Space,
+    Trial,
+    find_setting,
+    start_share_s,
+)
+from lightning_feed.trials.time_left import TimeLeft
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.wording import throughput
@@ -71,6 +81,12 @@ class Goal:
     """True if even worker processes of torch's own DataLoader may leave their batches in slots in training."""
     budget_s: float = 30.0
     """Seconds for the trials. After that time no trial runs."""
+    time_left: TimeLeft | None = None
+    """What is left of the run, from which a shorter budget follows; None if the result is for later runs."""
+    own_step_s: float | None = None
+    """Time of a step within an epoch that training has measured with the user's setting, in seconds; None if none."""
+    steps_per_epoch: float = math.inf
+    """Steps of an epoch, at whose beginning workers start. Infinite if their start does not count."""
 
     def __post_init__(self) -> None:
         if not _is_positive(self.budget_s):
@@ -92,6 +108,9 @@ class Tuned:
     in_place: Setting | None = None
     """The best setting with batches in place, if the user's worker processes do not leave them in slots, and training
     itself has not compared the two yet; else None."""
+    without_workers: Setting | None = None
+    """The user's setting without workers, if only training itself can tell whether it is faster: see
+    :meth:`_Run._alone`."""
     reason: str
     """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
@@ -104,7 +123,10 @@ class Tuned:
     remembered: bool = False
     """True if an earlier run of the same program found the setting."""
     seconds: float = 0.0
-    """Seconds of tuning."""
+    """Seconds of tuning, with the rehearsal."""
+    trained_ms: tuple[float, float] | None = None
+    """Milliseconds of a step of training itself, with the user's setting and with another one that was tried there;
+    None if none was."""
 
     def trial_of(self, setting: Setting) -> Trial | None:
         """The trial with the workers of a setting; None if these were not tried, or could not run."""
@@ -208,7 +230,7 @@ class _Run:
         self._on_trial = on_trial
         self._clock = clock
         self._stop = stop
-        self._began_s = clock() - min(rehearsal.seconds, goal.budget_s / 2)  # the rest of the time is for trials
+        self._began_s = clock() - min(rehearsal.seconds, self.goal.budget_s / 2)  # the rest of the time is for trials
         self._feasible = feasible(self.loader, machine, goal.local_ranks)
         self._trials: list[Trial] = []
         self._slowest_s = 0.0
@@ -224,10 +246,13 @@ class _Run:
             own=own,
             cpus=cpus,
             most_workers=0 if why_none else self._most_workers(cpus),
+            own_s=self.goal.own_step_s,
+            copies=self.goal.device_type in REGISTERING_DEVICES,
             model_s=(self.goal.work.in_place if in_place else self.goal.work).step_s,
             in_place=in_place,
             number_stays=self._rehearsal.refusal is not None,
         )
+        without_workers = self._alone(own)
         choice = find_setting(space, self._try)
         if choice is None:
             raise self._nothing_ran()
@@ -236,6 +261,7 @@ class _Run:
             setting=self._pinned(choice.setting, own),
             own=own,
             in_place=best_in_place and self._pinned(best_in_place, own),
+            without_workers=without_workers,
             reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
@@ -243,6 +269,24 @@ class _Run:
             whole=choice.finished and not is_busy(others, self.machine),
             seconds=self._clock() - self._began_s,
         )
+
+    def _alone(self, own: Setting) -> Setting | None:
+        """Return the user's setting without workers, if these take CPUs from a model that computes on them.
+
+        Each operation of the model waits for all its threads, so for the one that lacks a CPU (see
+        ``benchmarks/threads.py``). How long steps take without that, no imitation tells. Training may compare if making
+        a batch takes clearly less time than a step does now.
+        """
+        own_s = self.goal.own_step_s
+        if own_s is None or not own.num_workers or self.goal.device_type != "cpu" or self._rehearsal.refusal:
+            return None
+        setting = own.with_workers(0)
+        limits = TrialLimits(max_s=max(1.0, self._budget_s() / 4), left_s=self._budget_s())
+        try:
+            alone = run_trial(self.loader, setting, TrainingWork(), limits, stop=self._stop)
+        except (OutOfTime, DatasetError, LoaderError):
+            return None
+        return setting if UNLIKE * alone.running_s < own_s else None
 
     def _nothing_ran(self) -> LoaderError:
         failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
@@ -271,7 +315,7 @@ class _Run:
         return replace(chosen, pin_memory=own.pin_memory or self.goal.device_type in PINNING_DEVICES)
 
     def _try(self, setting: Setting) -> Trial:
-        left_s = self.goal.budget_s - (self._clock() - self._began_s)
+        left_s = self._budget_s() - (self._clock() - self._began_s)
         if self._trials and left_s <= 0:
             raise OutOfTime
         if not self._trials:
@@ -282,14 +326,24 @@ class _Run:
         patience_s = _FIRST_PATIENCE_S
         if self._slowest_s:
             patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
-        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s, left_s=left_s)
+        limits = TrialLimits(max_s=max(1.0, self._budget_s() / 4), patience_s=patience_s, left_s=left_s)
         ranks = self.goal.local_ranks
         trial = run_trial(self.loader, setting, self.goal.work, limits, ranks=ranks, stop=self._stop)
+        trial = replace(trial, start_share_s=start_share_s(trial, self.goal.steps_per_epoch))
         self._trials.append(trial)
         if trial.steps_s:
             self._slowest_s = max(self._slowest_s, trial.step_s * max(1, setting.num_workers), trial.start_s or 0.0)
         self._on_trial(trial)
         return trial
+
+    def _budget_s(self) -> float:
+        """Seconds for all trials, which grow with the gain of the fastest setting so far."""
+        if self.goal.time_left is None:
+            return self.goal.budget_s
+        gain = 0.0
+        if self._trials and self._trials[0].steps_s:
+            gain = 1 - min(trial.step_s for trial in self._trials) / self._trials[0].step_s
+        return min(self.goal.budget_s, self.goal.time_left.budget_s(gain))
 
     def _most_workers(self, cpus: float) -> int:
         if self.goal.most_workers is not None:
@@ -353,9 +407,22 @@ class Store:
         except OSError as error:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
+    def may_know(self, key: Key) -> bool:
+        """True if there is a result for the same conditions but for the samples, which only a rehearsal tells."""
+        return any(self.folder.glob(f"{_digest(_without_samples(key))}-*.json"))
+
     def _path(self, key: Key) -> Path:
-        text = json.dumps(key, sort_keys=True)
-        return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
+        return self.folder / f"{_digest(_without_samples(key))}-{_digest(key)}.json"
+
+
+def _without_samples(key: Key) -> Key:
+    """Return the conditions that need no rehearsal."""
+    return {name: value for name, value in key.items() if name not in ("samples", "rehearsed")}
+
+
+def _digest(key: Key) -> str:
+    text = json.dumps(key, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, rehearsal: Rehearsal) -> Key:
@@ -397,8 +464,10 @@ def _tuned(saved: dict[str, Any]) -> Tuned:
     values["setting"] = Setting(**saved["setting"])
     values["own"] = Setting(**saved["own"])
     values["in_place"] = saved["in_place"] and Setting(**saved["in_place"])
+    values["without_workers"] = None
     values["work"] = TrainingWork(**saved["work"])
     values["trials"] = tuple(map(_trial, saved["trials"]))
+    values["trained_ms"] = saved["trained_ms"] and tuple(saved["trained_ms"])
     values["remembered"] = True
     return Tuned(**values)
 

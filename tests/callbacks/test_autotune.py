@@ -39,7 +39,7 @@ from lightning_feed.load.order import EpochOrder
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
 from lightning_feed.storage.private_files import cache_folder
-from lightning_feed.trials import tune_loader
+from lightning_feed.trials import search, time_left, tune_loader
 from lightning_feed.trials.training_work import TrainingWork
 
 pytestmark = [
@@ -64,6 +64,9 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     monkeypatch.setattr(tune_loader, "run_trial", made)
     monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
     monkeypatch.setattr(autotune_module, "PROVING_STEPS", 10**6)
+    monkeypatch.setattr(time_left, "LEAST_S", 0.0)  # these fits end at once
+    monkeypatch.setattr(time_left, "BLIND_SHARE", math.inf)
+    monkeypatch.setattr(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
     work_of = autotune_module.work_of
 
     def short_work(measured: Any) -> TrainingWork | None:
@@ -213,7 +216,7 @@ def test_tuned_loaders_hand_batches_over_in_slots(loaders: Any, trials: Trials) 
     fit([AutotuneCallback(max_workers=3), Looks()], loaders, max_epochs=3)
     assert not any(in_slots[: MEASURED - 1])  # the user's own loader is measured as it is
     assert all(in_slots[MEASURED + 2 :])
-    own, *others = trials.settings
+    own, *others = [setting for setting, work in zip(trials.settings, trials.works, strict=True) if work.step_s]
     assert not own.in_place
     assert [setting.in_place for setting in others] == [setting.num_workers > 0 for setting in others]
 
@@ -449,6 +452,32 @@ def test_a_slower_setting_is_reverted_within_the_same_epoch(
     assert "and 12.5 with num_workers=3" in own_lines(caplog)[-1]
 
 
+@pytest.mark.parametrize(("without_ms", "expected"), [(6.0, 0), (9.9, 1), (12.0, 1)])
+def test_no_workers_are_compared_by_training_where_trials_cannot_tell(
+    without_ms: float, expected: int, trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trials take 1 ms for a batch, and 90 ms a step with the user's worker, where training took 10."""
+    steps_ms = iter([10.0, without_ms])
+    trials.steps_s = {0: 0.001, 1: 0.09}
+    monkeypatch.setattr(search, "UNLIKE", 1.25)
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    watching = Watching()
+    loaders = plain(batch_size=1, num_workers=1)
+    expected_model, _, _ = fit([], loaders, max_epochs=2)
+    model, _, error = fit([AutotuneCallback(max_workers=3), watching], loaders, max_epochs=2)
+    assert error is None
+    assert set(watching.seen[0]) == {0, 1}
+    assert watching.last == [expected] * 2
+    assert "would not tell" in own_lines(caplog)[0]
+    assert "training itself took 10 ms a step with num_workers=1" in own_lines(caplog)[-1]
+    assert model.events == expected_model.events
+    again = Watching()
+    fit([AutotuneCallback(max_workers=3), again], loaders, max_epochs=1)
+    assert (again.seen[0][0] == 0) == (expected == 0)  # remembered, where it gained
+
+
 def test_the_next_run_starts_with_the_setting_found_earlier(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     fit([AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
     tried = len(trials.settings)
@@ -460,6 +489,57 @@ def test_the_next_run_starts_with_the_setting_found_earlier(trials: Trials, capl
     assert "an earlier run found: the fastest of 4 tried" in own_lines(caplog)[-1]
     (kept,) = (cache_folder() / "tuning").iterdir()
     assert json.loads(kept.read_text())["tuned"]["setting"]["num_workers"] == 3
+
+
+def test_a_fit_that_ends_within_a_minute_gets_a_sentence_instead_of_trials(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(time_left, "LEAST_S", 60.0)
+    monkeypatch.setattr(autotune_module, "rehearsal_of", None)  # nor a rehearsal
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
+    assert (callback.moves, trials.settings) == ((), [])
+    (line,) = own_lines(caplog)
+    assert "the fit ends in about" in line
+    assert "`lightning-feed tune" in line
+
+
+def test_a_budget_of_the_user_is_used_in_a_short_fit_too(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_left, "LEAST_S", 60.0)
+    fit([callback := AutotuneCallback(max_workers=3, budget_s=20.0)], plain(), max_epochs=2)
+    assert [move.setting.num_workers for move in callback.moves] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_epochs": 4}, (5 + 3 * 6, 3)),
+        ({"max_epochs": -1}, (math.inf, math.inf)),
+        ({"max_epochs": -1, "max_steps": 9}, (8, 1)),
+        ({"max_epochs": 4, "max_steps": 4, "accumulate_grad_batches": 2}, (8, 1)),
+        ({"max_epochs": 1}, (5, 0)),
+        ({"max_epochs": 2, "limit_train_batches": 3}, (2 + 3, 1)),
+    ],
+)
+def test_steps_and_epochs_left_are_those_that_follow(options: dict[str, Any], expected: tuple[float, float]) -> None:
+    left: list[tuple[float, float]] = []
+
+    def ended(trainer: Any, *_: Any) -> None:
+        if not left:
+            left.append(_host.steps_left(trainer))
+        trainer.should_stop = True
+
+    fit([LambdaCallback(on_train_batch_end=ended)], plain(), **options)
+    assert left == [expected]
+
+
+def test_a_time_limit_of_the_trainer_is_known(trials: Trials) -> None:
+    left: list[float] = []
+    started = LambdaCallback(on_train_start=lambda trainer, _: left.append(_host.seconds_left(trainer)))
+    fit([started], plain(), max_epochs=1)
+    fit([started], plain(), max_epochs=1, max_time={"seconds": 50})
+    assert left[0] == math.inf
+    assert 0 < left[1] <= 50
 
 
 def test_a_fit_that_is_too_short_is_not_tuned(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,6 +660,9 @@ def fit_on_a_rank(rank: int) -> Any:
     warnings.simplefilter("ignore")
     tune_loader.run_trial = made = Trials(THREE_ARE_BEST)  # type: ignore[assignment]
     autotune_module.MEASURED_STEPS = MEASURED - 20
+    time_left.LEAST_S = 0.0
+    time_left.BLIND_SHARE = math.inf
+    search.UNLIKE = math.inf
     watching = Watching()
     callback = AutotuneCallback(max_workers=3)
     torch.manual_seed(0)

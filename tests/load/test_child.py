@@ -34,6 +34,25 @@ def test_work_in_a_child_changes_nothing_in_the_parent() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_child_computes_with_the_threads_it_is_given(threads: int) -> None:
+    """Threads of OpenMP that the parent has do not survive the fork, and a child that uses them would hang."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    matrix = torch.rand(600, 600)
+    try:
+        expected = (matrix @ matrix).sum()  # the parent has its threads from here on
+
+        def work() -> tuple[int, float]:
+            return torch.get_num_threads(), float((matrix @ matrix).sum())
+
+        ((used, total),) = run_in_children([work], timeout_s=60, torch_threads=threads)
+    finally:
+        torch.set_num_threads(usual)
+    assert used == threads
+    assert total == pytest.approx(float(expected))
+
+
 def test_reading_in_a_child_moves_no_file_of_the_parent(tmp_path: Path) -> None:
     (tmp_path / "raster").write_bytes(b"0123456789")
     file = os.open(tmp_path / "raster", os.O_RDONLY)  # as a C library holds it: no Python object knows its path

@@ -445,6 +445,20 @@ def test_a_dataset_that_keeps_what_it_reads_is_told_by_its_speed() -> None:
     assert not rehearsed(slow.__wrapped__).keeps
 
 
+@pytest.mark.parametrize("read_before", [0.5, 0.7])
+def test_a_dataset_of_which_training_has_read_a_part_still_keeps_the_rest(read_before: float) -> None:
+    """The part is fast in each process that is forked from now on."""
+
+    @functools.cache
+    def slow(index: int) -> int:
+        time.sleep(0.005)
+        return index
+
+    for index in range(int(SAMPLES * read_before)):
+        slow(index)
+    assert rehearsed(slow).keeps
+
+
 def test_slow_samples_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLOW_S", 0.03)
     counts = multiprocessing.get_context("fork").RawArray("i", 1)

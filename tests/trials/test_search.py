@@ -6,7 +6,7 @@ import pytest
 from trials.machines import LAWS, FakeMachine, workers
 
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials.search import ALIKE, FINALISTS, TURNS, Choice, Space, Trial, find_setting
+from lightning_feed.trials.search import ALIKE, FINALISTS, TURNS, Choice, Space, Trial, find_setting, start_share_s
 
 
 def search(machine: FakeMachine, own: int = 0, most_workers: int | None = None) -> Choice:
@@ -53,6 +53,48 @@ def test_users_setting_is_kept_if_it_is_as_fast() -> None:
     choice = search(machine, own=12)  # 5 would do as well
     assert choice.setting == workers(12)
     assert "more than 3% shorter" in choice.reason
+
+
+def test_nothing_is_concluded_if_trials_do_not_imitate_training() -> None:
+    """Each says 25 ms with four workers and 100 without; the user has none, and training took 50."""
+    machine = FakeMachine("linear", 4)
+    own_s = machine.step_s(workers(0))
+
+    def found(measured_s: float | None, *, copies: bool = False) -> Choice:
+        space = Space(own=workers(0), cpus=4, most_workers=16, own_s=measured_s, copies=copies)
+        choice = find_setting(space, machine.run)
+        assert choice is not None
+        return choice
+
+    for unlike_s in (own_s / 2, 2 * own_s):
+        choice = found(unlike_s)
+        assert choice.setting == workers(0)
+        assert not choice.finished
+        assert len(choice.trials) == 1
+        assert f"training {1e3 * unlike_s:.3g}" in choice.reason
+    for alike_s in (None, 0.9 * own_s, own_s, 1.1 * own_s):
+        assert found(alike_s).setting.num_workers >= 4
+    assert found(2 * own_s, copies=True).setting.num_workers >= 4  # the rest may be copies, which trials leave out
+    assert found(own_s / 2, copies=True).setting == workers(0)
+
+
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "persistent", "expected"), [(10, False, 0), (10, True, 4), (10_000, False, 4)]
+)
+def test_the_start_of_workers_counts_as_often_as_it_happens(
+    steps_per_epoch: int, persistent: bool, expected: int
+) -> None:
+    """Without workers a step takes 100 ms, with four 25, and they need 2 s to start."""
+    machine = FakeMachine("linear", 4)
+
+    def run(setting: Setting) -> Trial:
+        trial = replace(machine.run(setting), start_s=2.0)
+        return replace(trial, start_share_s=start_share_s(trial, steps_per_epoch))
+
+    own = workers(4, persistent_workers=True) if persistent else workers(0)
+    choice = find_setting(Space(own=own, cpus=4, most_workers=4), run)
+    assert choice is not None
+    assert choice.setting.num_workers == expected
 
 
 def test_search_finds_fewer_workers_than_the_user_has_set() -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_feed.storage import private_files
 from lightning_feed.trials import tune_loader as door
 from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
+from lightning_feed.trials.time_left import BLIND_SHARE, GAIN_SHARE, MOST_S, TimeLeft
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 
@@ -93,6 +95,36 @@ def test_time_budget_ends_the_search(trials: Trials) -> None:
     tuned = tune(trials, goal=Goal(budget_s=13))
     assert len(tuned.trials) == 2
     assert "the time ended the search" in tuned.reason
+
+
+@pytest.mark.parametrize("left_s", [60.0, 120.0, 1e6])
+def test_trials_take_no_longer_than_they_can_return(trials: Trials, left_s: float) -> None:
+    """A tenth of the time left as long as nothing gains, and half of what a setting saves from then on."""
+    trials.seconds = 2.0
+    goal = Goal(time_left=TimeLeft(steps=left_s / 0.1, step_s=0.1))
+    gaining = tune(trials, goal=goal)
+    assert gaining.setting.num_workers
+    assert gaining.seconds <= min(MOST_S, max(BLIND_SHARE, GAIN_SHARE * 0.75) * left_s) + trials.seconds
+    trials.machine = FakeMachine("bound by a lock", 4, model_s=10.0)
+    in_vain = tune(trials, goal=goal)
+    assert in_vain.setting == workers(0)
+    assert in_vain.seconds <= min(MOST_S, BLIND_SHARE * left_s) + trials.seconds
+    if left_s == 120.0:
+        assert gaining.seconds > BLIND_SHARE * left_s
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [
+        (TimeLeft(steps=100, step_s=0.5), 50.0),
+        (TimeLeft(steps=100, step_s=0.5, epochs=4, epoch_start_s=2.0, validation_s=3.0), 70.0),
+        (TimeLeft(steps=math.inf, step_s=0.5, epochs=math.inf, epoch_start_s=0.0), math.inf),
+        (TimeLeft(steps=math.inf, step_s=0.5, limit_s=40.0), 40.0),
+    ],
+)
+def test_the_time_left_is_that_of_steps_starts_and_validations(left: TimeLeft, seconds: float) -> None:
+    assert left.seconds == seconds
+    assert left.pays_for_trials == (seconds >= 60)
 
 
 def test_timeout_for_hangs_is_shorter_once_the_speed_is_known(trials: Trials) -> None:
