@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
+from lightning_feed.callbacks.autotune_lines import cost_of, described, too_short, tried
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
@@ -18,7 +19,6 @@ from lightning_feed.callbacks.tuned_loader import TunedLoader
 from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import MOST, REGISTERING_DEVICES, Setting
@@ -30,6 +30,7 @@ from lightning_feed.trials.in_fit import (
     fills_a_cache,
     goal_of,
     is_to_stop,
+    keys_in_fit,
     rehearsal_of,
     slowest_work,
     tune_for_fit,
@@ -40,7 +41,7 @@ from lightning_feed.trials.in_fit import (
 from lightning_feed.trials.search import ALIKE
 from lightning_feed.trials.time_left import MOST_S, TimeLeft
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
-_ANY_WORK = TrainingWork(step_s=1.0)
-"""The key of a result says only whether there is work."""
 _CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"
 
 
@@ -125,6 +124,8 @@ class AutotuneCallback(Callback):
         return Guard("AutotuneCallback", self._stop_measuring)
 
     def _forget(self) -> None:
+        self.decided = False
+        """True once this fit's number of workers is known to stay: after trials, or because nothing may be changed."""
         self._moves: list[Move] = []
         self._loader: TunedLoader | None = None
         """The training loader, once Lightning has made it; None if it is left alone."""
@@ -232,13 +233,15 @@ class AutotuneCallback(Callback):
             return
         time_left = self._time_left(trainer, run)
         if self.budget_s is None and not time_left.pays_for_trials:
-            self._give_up(trainer, _too_short(time_left))
+            self._give_up(trainer, too_short(time_left))
+            self.decided = False
             return
         with run.trials():
             if not self._may_try(trainer, time_left):
                 return
             self._loader.undecided = False
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run, time_left)
+            self.decided = True
             if tuned is not None:
                 self._apply(trainer, tuned)
             if self._moves:  # later steps have another loader
@@ -320,8 +323,8 @@ class AutotuneCallback(Callback):
             return None
         tuned_loader = TunedLoader(trainer, loader)
         self._waits_for_steps = True
-        key = partial(key_of, loader, self._goal(trainer, _ANY_WORK), read_machine())
-        may_know = trainer.local_rank == 0 and Store().may_know(key(Rehearsal()))
+        keys = partial(keys_in_fit, loader, trainer, most_workers=self.max_workers)
+        may_know = trainer.local_rank == 0 and any(map(Store().may_know, keys(Rehearsal())))
         if not any(gather(trainer, may_know)):
             return tuned_loader
         self._rehearsal = self._rehearse(trainer, loader, MOST_S)
@@ -332,13 +335,14 @@ class AutotuneCallback(Callback):
             return None
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
-            earlier = Store().load(key(self._rehearsal))
+            earlier = next(filter(None, map(Store().load, keys(self._rehearsal))), None)
             if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
                 earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() == {node for node, _ in results}:
             self._waits_for_steps = False
+            self.decided = True
             self._tuned = by_node[trainer.node_rank]
             tuned_loader.setting = self._tuned.setting
             tuned_loader.undecided = False
@@ -403,7 +407,7 @@ class AutotuneCallback(Callback):
         return None
 
     def _time_left(self, trainer: AnyTrainer, run: StarvationRun) -> TimeLeft:
-        """What is left of the fit, for the rank that has least time."""
+        """The rest of the fit, for the rank that has least time."""
         steps, epochs = _host.steps_left(trainer)
         begun = trainer.current_epoch - self._first_epoch + 1
         validation_s = run.wall.seconds("validation") / begun
@@ -443,7 +447,7 @@ class AutotuneCallback(Callback):
             settings.append(tuned.without_workers)
         settings = [setting for setting in dict.fromkeys(settings) if setting != tuned.own]
         if tuned is from_trials and (not settings or tuned.without_workers is None):
-            self._save(trainer, tuned)
+            self._save(trainer, tuned, final=not settings)
         if not settings:
             self._announce(trainer, tuned)
             return
@@ -527,13 +531,13 @@ class AutotuneCallback(Callback):
         self._note_move(trainer, own.setting, _CHANGES)
         self._loader.switch(own.setting)
 
-    def _save(self, trainer: AnyTrainer, tuned: Tuned) -> None:
+    def _save(self, trainer: AnyTrainer, tuned: Tuned, *, final: bool = True) -> None:
         """Save a result for the next run, in which nothing is left to compare. Only whole searches are saved."""
         assert self._loader is not None
         if trainer.local_rank == 0 and tuned.whole:
             assert self._rehearsal is not None
-            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine(), self._rehearsal)
-            Store().save(key, replace(tuned, in_place=None))
+            key, _ = keys_in_fit(self._loader.original, trainer, self._rehearsal, self.max_workers)
+            Store().save(key, replace(tuned, in_place=None), final=final)
 
     def _announce(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Say which setting the training loader has from here on, and why."""
@@ -544,9 +548,9 @@ class AutotuneCallback(Callback):
         self._note_move(trainer, tuned.setting, tuned.reason)
         self._say(
             trainer,
-            f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(tuned.own, tuned.setting)}: "
-            f"{origin}{tuned.reason}{_tried(tuned)}. The order of samples stays; random numbers drawn inside workers "
-            f"differ.{_cost_of(tuned)}",
+            f"AutotuneCallback, epoch {trainer.current_epoch}: {described(tuned.own, tuned.setting)}: "
+            f"{origin}{tuned.reason}{tried(tuned)}. The order of samples stays; random numbers drawn inside workers "
+            f"differ.{cost_of(tuned)}",
         )
 
     def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
@@ -560,6 +564,7 @@ class AutotuneCallback(Callback):
             say(logger, logging.INFO, line)
 
     def _do_nothing(self, trainer: AnyTrainer, why: str) -> None:
+        self.decided = True
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: AnyTrainer, setting: Setting) -> None:
@@ -577,37 +582,3 @@ class AutotuneCallback(Callback):
 def mean_step_ms(run: StarvationRun) -> float | None:
     """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
-
-
-def _too_short(time_left: TimeLeft) -> str:
-    return (
-        f"the fit ends in about {time_left.seconds:.0f} s, and trials would take longer than they could save. "
-        "`lightning-feed tune your_script.py` tries settings outside of it"
-    )
-
-
-def _tried(tuned: Tuned) -> str:
-    """What trials took with the user's setting and with the chosen one; empty if the reason says what training took."""
-    if tuned.trained_ms is not None:
-        return ""
-    trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
-    figures = [f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials if trial is not None]
-    return f" ({', '.join(figures)})"
-
-
-def _cost_of(tuned: Tuned) -> str:
-    """What the trials took, and how many steps return it; empty if an earlier run had them, or nothing was gained."""
-    own = tuned.trial_of(tuned.own)
-    if tuned.remembered or own is None or tuned.step_s is None or tuned.step_s >= own.step_s:
-        return ""
-    steps = math.ceil(tuned.seconds / (own.step_s - tuned.step_s))
-    return f" The trials took {tuned.seconds:.1f} s, which {steps:,} steps save again ({steps * tuned.step_s:.0f} s)."
-
-
-def _described(before: Setting, after: Setting) -> str:
-    names = ("num_workers", "workers", "prefetch_factor", "persistent_workers", "pin_memory")
-    changed = [(name, getattr(before, name), getattr(after, name)) for name in names]
-    changes = [f"{name} {old} -> {new}" for name, old, new in changed if old != new]
-    if after.in_place and not before.in_place:
-        changes.append("batches in place")
-    return ", ".join(changes)

@@ -100,6 +100,16 @@ def _interval_of_one(callback: object) -> str:
 _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 
+def was_tuned(trainer: AnyTrainer) -> bool:
+    """True if the number of workers of this fit was decided by trials, in this run or in an earlier one."""
+    autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
+    if autotune:
+        return bool(autotune[0].decided)
+    from lightning_feed.trials.in_fit import is_known  # what only some runs need
+
+    return is_known(trainer, _host.train_loaders(trainer))
+
+
 def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
     packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     package = next((name for name in packages if name in _host.PACKAGES), None)
@@ -120,7 +130,7 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
         val_check_batches=between,
         checkpoint_steps=savers[0] or None if len(savers) == 1 else None,
         bar_refresh_rate=_host.bar_refresh_rate(trainer),
-        tuned=any(is_instance(callback, *_AUTOTUNE) for callback in _host.callbacks_of(trainer)),
+        tuned=was_tuned(trainer),
     )
 
 

@@ -9,14 +9,14 @@ from functools import partial
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
-from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active
+from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, was_tuned
 from lightning_feed.load.streams import RepeatedBatches
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
 from lightning_feed.measure.loop import MeasuredLoop
-from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, TrainerFacts
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
 from lightning_feed.measure.stats import GpuStats, RankStats, StarvationStats, loop_tags, to_tags
@@ -365,10 +365,17 @@ class StarvationRun:
         return replace(
             facts,
             loader=replace(facts.loader, repeated=repeated),
+            trainer=self._trainer_facts(facts.trainer),
             others_cpu_pct=None if self._cpus is None else self._cpus.others_pct(facts.usable_cpus),
             syncs=self._syncs(self.main.facts),
             cut_short=self._cut_short,
         )
+
+    def _trainer_facts(self, facts: TrainerFacts) -> TrainerFacts:
+        """The facts about the Trainer. Whether trials have decided the number of workers is known after them."""
+        if self.stage != "fit":
+            return facts
+        return replace(facts, tuned=self._guard.attempt("read results of trials", was_tuned, self._trainer))
 
     def _ranks_so_far(self) -> RankStats | None:
         if self._rank_total is None and self._ranks is not None:

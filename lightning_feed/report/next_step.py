@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, should_try_workers, takes_turns
+from lightning_feed.trials.time_left import LEAST_S
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
@@ -94,10 +95,8 @@ class _Program:
 
     @property
     def train_measured(self) -> str:
-        """The advice to train with our callbacks."""
-        if self.is_notebook:
-            return "train with `GPUStarvationCallback()`"
-        return f"train with `LIGHTNING_FEED=1 {self.typed}`"
+        """The way to train with our callbacks."""
+        return "`GPUStarvationCallback()`" if self.is_notebook else f"`LIGHTNING_FEED=1 {self.typed}`"
 
 
 class _Adviser:
@@ -160,7 +159,7 @@ class _Adviser:
 
     def _measure_the_rest(self) -> str:
         left_out = self.measured.experiments.stripped
-        return f"{self.program.train_measured} to measure what was left out here ({left_out})"
+        return f"nothing in loading; {self.program.train_measured} measures what was left out here ({left_out})"
 
     def _in_place(self) -> str:
         """The command that tries batches in place, if these are the first fix and can be tried; else empty."""
@@ -169,10 +168,19 @@ class _Adviser:
         return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
 
     def _tune(self, what: str) -> str:
-        """The command that trains with trials of the loader's settings, and what it does."""
+        """The command that tries the loader's settings: in training, or before it if training is too short for that."""
         if self.program.is_notebook or not self.program.name:
             return f"{_TUNE}: it {what}"
+        if self._is_short():
+            arguments = f" -- {self.program.arguments}" if self.program.arguments else ""
+            command = f"{self._few_threads()}lightning-feed tune {self.program.quoted}{arguments}"
+            return f"`{command}` tries numbers of workers outside of this short run"
         return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
+
+    def _is_short(self) -> bool:
+        """True if the run was over before trials in it could return what they take."""
+        wall = self.measured.wall
+        return wall is not None and wall.run_s < LEAST_S
 
     def _to_a_verdict(self) -> str:
         results = self.measured.experiments
@@ -257,7 +265,7 @@ class _Adviser:
             parts: tuple[Part, Part] = ("validation", "checkpoints")
             return f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}"
         if self.measured.experiments.stripped:
-            return f"{self._measure_the_rest()}: the loader keeps up"
+            return self._measure_the_rest()
         return "nothing, the loader keeps up"
 
     # --- commands -----------------------------------------------------------------------------------------------------

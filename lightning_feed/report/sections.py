@@ -22,7 +22,7 @@ from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Mea
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, fastest, rate, takes_turns
-from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Effect, Remedy
 from lightning_feed.verdict.lighter_samples import name_of_change
 from lightning_feed.verdict.shares import in_ms, model_disturbed
 from lightning_feed.wording import in_rate, plural, rate_unit, size_text, source_line
@@ -373,8 +373,22 @@ def _list(title: str, lines: Sequence[str], console: Sequence[str] = ()) -> Iter
 
 
 def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
-    why = f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why
+    why = f"{remedy.where}: {_why(remedy)}" if remedy.where else _why(remedy)
     return (remedy.code, why, _at_most(remedy, diagnosis))
+
+
+_EFFECTS: dict[Effect, str] = {
+    "random numbers": "random numbers drawn in workers differ",
+    "copies of the dataset": "workers keep their copies of the dataset",
+    "order": "batches come in a random order",
+    "pixels": "pixels differ slightly",
+    "memory": "it takes memory",
+}
+
+
+def _why(remedy: Remedy) -> str:
+    """The reason why a remedy helps, and its other effects."""
+    return "; ".join([remedy.why, *(_EFFECTS[effect] for effect in remedy.effects)])
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
@@ -393,7 +407,7 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
     lead = "fix   "
     for remedy in diagnosis.remedies:
         gain = _at_most(remedy, diagnosis)
-        comment = f"{remedy.why} ({gain})" if gain else remedy.why
+        comment = f"{_why(remedy)} ({gain})" if gain else _why(remedy)
         if remedy.where:
             yield f"{lead}{remedy.where}"
             lead = " " * 8

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
@@ -24,8 +25,9 @@ from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import has_threads, set_hand_over, twin_of
+from lightning_feed.trials.time_left import MOST_S
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Key, Store, Tuned, key_of, tune_loader
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,26 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
         in_slots=True,
         budget_s=budget_s,
     )
+
+
+_ANY_WORK = TrainingWork(step_s=1.0)
+"""The key of a result says only whether there is work."""
+
+
+def keys_in_fit(
+    loader: DataLoader[Batch], trainer: Any, rehearsal: Rehearsal, most_workers: int | None = None
+) -> list[Key]:
+    """Return the keys of results that hold in a fit: of a fit, and of ``lightning-feed tune``."""
+    goal = goal_of(trainer, work=_ANY_WORK, most_workers=most_workers, budget_s=MOST_S)
+    machine = read_machine()
+    return [key_of(loader, replace(goal, in_slots=in_slots), machine, rehearsal) for in_slots in (True, False)]
+
+
+def is_known(trainer: Any, loaders: list[Any]) -> bool:
+    """True if an earlier search has decided the number of workers of the only loader of a fit."""
+    if len(loaders) != 1 or not isinstance(loaders[0], DataLoader) or trainer.lightning_module is None:
+        return False
+    return any(map(Store().may_know, keys_in_fit(loaders[0], trainer, Rehearsal())))
 
 
 def name_of_model(module: torch.nn.Module) -> str:

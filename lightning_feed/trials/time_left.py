@@ -15,7 +15,7 @@ GAIN_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLeft:
-    """What is left of a run. Numbers are infinite where nothing bounds them."""
+    """The rest of a run. Numbers are infinite where nothing bounds them."""
 
     steps: float
     """Training steps."""

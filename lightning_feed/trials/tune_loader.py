@@ -82,7 +82,7 @@ class Goal:
     budget_s: float = 30.0
     """Seconds for the trials. After that time no trial runs."""
     time_left: TimeLeft | None = None
-    """What is left of the run, from which a shorter budget follows; None if the result is for later runs."""
+    """The rest of the run, from which a shorter budget follows; None if the result is for later runs."""
     own_step_s: float | None = None
     """Time of a step within an epoch that training has measured with the user's setting, in seconds; None if none."""
     steps_per_epoch: float = math.inf
@@ -399,8 +399,23 @@ class Store:
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
-    def save(self, key: Key, tuned: Tuned) -> None:
-        """Save a result under ``key``, replacing any earlier one."""
+    def save(self, key: Key, tuned: Tuned, *, final: bool = True) -> None:
+        """Save a result under ``key``, replacing any earlier one.
+
+        A final result also holds for a run whose loader has the setting by then. Batches come in place by a callback or
+        a data module only, not by a loader's arguments.
+
+        Args:
+            key: the conditions of the result.
+            tuned: the result.
+            final: False if training itself has still to compare.
+        """
+        self._write(key, tuned)
+        if final and tuned.setting != tuned.own and not tuned.setting.in_place:
+            pasted = replace(tuned, own=tuned.setting, in_place=None)
+            self._write(key | {"own": asdict(tuned.setting)}, pasted)
+
+    def _write(self, key: Key, tuned: Tuned) -> None:
         path = self._path(key)
         try:
             write_json(path, {"key": key, "tuned": asdict(tuned)})

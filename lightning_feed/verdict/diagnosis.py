@@ -46,6 +46,15 @@ module for ``trainer.fit`` in place of the training loader, with ``...`` for par
 """
 
 
+Effect = Literal["random numbers", "copies of the dataset", "order", "pixels", "memory"]
+"""Effect of a change besides saving time.
+
+``random numbers``: those drawn in workers differ, as they do with torch if the number of workers changes.
+``copies of the dataset``: workers keep theirs from epoch to epoch, so they do not see what the program changes in it.
+``order``: of batches, which becomes random. ``pixels``: they differ by a level or two. ``memory``: more of it is used.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     """One change to make."""
@@ -68,6 +77,8 @@ class Remedy:
     """Step times in trials, with the present setting and with the new setting; empty if the change was not tried."""
     changes: str = ""
     """The change in a fixed form: ``num_workers=8``."""
+    effects: tuple[Effect, ...] = ()
+    """Other effects of the change."""
 
 
 @dataclass(frozen=True, kw_only=True)

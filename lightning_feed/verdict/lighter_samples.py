@@ -50,10 +50,10 @@ def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remed
 
 
 _EFFECTS = {
-    "backend": "the GPU decodes, and pixels differ a little",
-    "quality": "images are resized without antialiasing, which changes pixels",
+    "backend": "the GPU decodes",
+    "quality": "images are resized without antialiasing",
 }
-"""Setting -> what its new value changes."""
+"""Setting -> what its new value does."""
 
 
 def name_of_change(trial: LighterSample) -> str:

@@ -198,10 +198,8 @@ def _without_remedy(finding: Finding, cause: Cause) -> Notes:
 def _oversubscribed(finding: Finding) -> Notes:
     workers = finding.loader.num_workers
     cpus = finding.facts.usable_cpus
-    if not workers or not cpus:
+    if not workers or not cpus or workers > cpus:  # trials of fewer are the next step
         return []
-    if workers > cpus:
-        return [f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"]
     return [
         "other threads take the workers' CPUs. If these are threads of the training process, torch.set_num_threads(1) "
         "at the start of your program gives them back"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Effect, Form, Remedy
 from lightning_feed.verdict.lighter_samples import lighter_sample_remedy
 from lightning_feed.verdict.shares import LOOP_WORDS, Shares, in_ms, workers_fill_cpus
 from lightning_feed.verdict.thresholds import (
@@ -196,16 +196,33 @@ def more_workers(finding: Finding) -> Remedy | None:
     return _tried_remedy(finding, why, _pinned_with_workers(finding))
 
 
+_BLOCKED: tuple[Cause, ...] = ("waiting", "cold reads")
+"""Causes for which more workers than CPUs may help."""
+_OTHER_WORKERS: tuple[Cause, ...] = ("epoch start", "jitter")
+"""Causes for which fewer workers may help, or batches in place."""
+
+
 def may_try_workers(measured: Measurements, cause: Cause | None) -> bool:
-    """True if training waits for batches that take time to make, and more workers, which were not tried, may help.
+    """True if another number of workers, which was not tried, may help.
 
     Args:
         measured: the measurements of the run.
         cause: the cause of waiting for data; None if there is no waiting.
     """
-    if measured.diagnosed or measured.facts.trainer.tuned or cause not in _MADE_SLOWLY:
+    loader = measured.facts.loader
+    if measured.diagnosed or measured.facts.trainer.tuned or not _may_add_workers(loader):
         return False
-    return _may_add_workers(measured.facts.loader) and not workers_fill_cpus(measured)
+    if cause in _MADE_SLOWLY:
+        return cause in _BLOCKED or not workers_fill_cpus(measured)
+    if cause == "oversubscribed":
+        return _may_be_too_many_workers(measured.facts)
+    return cause in _OTHER_WORKERS and bool(loader.num_workers)
+
+
+def _may_be_too_many_workers(facts: LoopFacts) -> bool:
+    """True if there are more workers than CPUs, or if they take the CPUs on which the model computes."""
+    workers = facts.loader.num_workers or 0
+    return bool(workers) and (facts.device_type == "cpu" or workers > (facts.usable_cpus or math.inf))
 
 
 def _may_add_workers(loader: LoaderFacts) -> bool:
@@ -308,7 +325,7 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
     saved_s = max(0.0, start_s - making_s)
     saved_ms = 1e3 * saved_s / (finding.facts.batches_per_epoch or 1)
-    why = f"saves {saved_s:.2f} s an epoch, in which workers start again, if nothing changes the dataset meanwhile"
+    why = f"saves {saved_s:.2f} s an epoch, in which workers start again"
     remedy = loader_remedy(finding, {"persistent_workers": True}, why)
     return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
 
@@ -330,7 +347,7 @@ def any_order(finding: Finding) -> Remedy | None:
         return None
     if not finding.can_set("in_order") or finding.facts.stage == "predict":
         return None
-    why = "finished batches do not wait for a slow one; the order of batches is then random"
+    why = "finished batches do not wait for a slow one"
     return loader_remedy(finding, {"in_order": False}, why, bounds.data_free_ms(finding.measured, finding.shares))
 
 
@@ -347,7 +364,7 @@ def files_in_memory(finding: Finding) -> Remedy | None:
         code='stage_to="/dev/shm"',
         form="datamodule",
         where=f"stage_to: not set -> /dev/shm in the call that makes your {name}",
-        why="the files are copied to memory once, if they fit",
+        why="the files are copied once, if they fit",
         least_step_ms=step_ms,
         changes="staged=True",
     )
@@ -578,7 +595,8 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     for rule in RULES:
         remedy = rule(finding)
         if remedy is not None and (finding.facts.loop == "trainer" or remedy.form == "arguments"):
-            remedies.append(replace(remedy, most_gain_pct=_gain_pct(finding, remedy)))
+            gain_pct = _gain_pct(finding, remedy)
+            remedies.append(replace(remedy, most_gain_pct=gain_pct, effects=_EFFECTS[setting_of(remedy)]))
     return largest(remedies, least_gain_pct(finding))
 
 
@@ -588,8 +606,32 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
     gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
     best: dict[str, Remedy] = {}
     for remedy in gains:
-        best.setdefault(remedy.changes.partition("=")[0], remedy)
+        best.setdefault(setting_of(remedy), remedy)
     return tuple(best.values())[:MOST_REMEDIES]
+
+
+def setting_of(remedy: Remedy) -> str:
+    """Return the name of the setting that a remedy changes."""
+    return remedy.changes.partition("=")[0]
+
+
+_EFFECTS: dict[str, tuple[Effect, ...]] = {
+    "num_workers": ("random numbers",),
+    "persistent_workers": ("random numbers", "copies of the dataset"),
+    "in_order": ("order",),
+    "staged": ("memory",),
+    "decodes_whole": ("random numbers", "pixels"),
+    "decoder": (),
+    "backend": ("pixels",),
+    "quality": ("pixels",),
+    "root": (),
+    "hand_over": (),
+    "pin_memory": (),
+    "prefetch_callback": (),
+    "bar_refresh_rate": (),
+    "log_every_n_steps": (),
+}
+"""The setting that a remedy changes -> what else changes with it."""
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:

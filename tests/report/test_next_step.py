@@ -63,14 +63,15 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
         (_found(cause="cpu", remedies=(TWO_LINES,)), TRY_NUMBERS),
         (_found(cause="no workers", facts=sample_facts(**ON_CPU)), TRY_NUMBERS),
         (_found(ExperimentResults(), remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
-        (_found(cause="jitter", remedies=(TWO_LINES,)), "paste the first fix, in Model"),
+        (_found(cause="jitter", remedies=(TWO_LINES,)), TRY_NUMBERS),
+        (_found(cause="jitter", remedies=(TWO_LINES,), facts=TUNED_FACTS), "paste the first fix, in Model"),
         (_found(cause="cpu", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
             _found(cause="cpu", facts=TUNED_FACTS, notes=("a note",)),
             f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
-        (_found(cause="jitter", notes=("a note",)), "a note"),
-        (_found(cause="jitter"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
+        (_found(cause="jitter", notes=("a note",), facts=TUNED_FACTS), "a note"),
+        (_found(cause="jitter", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
             _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned=True), why_not=("more workers: no gain",)),
             "loading and training take turns, and workers would gain nothing; "
@@ -132,13 +133,13 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
         ),
         (
             _found(LEFT_OUT, **MODEL_ONLY),
-            "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
-            "CSVLogger): the loader keeps up",
+            "nothing in loading; `LIGHTNING_FEED=1 python train.py --epochs 2` measures what was left out here "
+            "(validation, CSVLogger)",
         ),
         (
             _found(LEFT_OUT, notes=("validation: not run here. Train with LIGHTNING_FEED=1 to measure them",)),
-            "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
-            "CSVLogger)",
+            "nothing in loading; `LIGHTNING_FEED=1 python train.py --epochs 2` measures what was left out here "
+            "(validation, CSVLogger)",
         ),
         (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
         (_found(**{**MODEL_ONLY, "cause": "unknown"}), PROFILER),
@@ -158,7 +159,7 @@ def test_a_note_on_validation_time_is_not_the_next_step() -> None:
     for bottleneck, cause, step in (
         ("compute", "compute", "the loader keeps up; validate less often: `Trainer(check_val_every_n_epoch=...)`"),
         ("framework", "hooks", "do it rarely"),
-        ("data", "jitter", "do it rarely"),
+        ("data", "pin thread", "do it rarely"),
     ):
         found = _found(bottleneck=bottleneck, cause=cause, grade="OK")
         measured = replace(found.measurements, wall=WallStats(wall_s=10.0, parts=parts))
