@@ -78,7 +78,7 @@ def streams() -> str:
             "compute stream",
             (0, 190, "step before", COMPUTE),
             (190, 330, data, DATA),
-            (330, 420, "h2d", COPY),
+            (330, 420, "copy", COPY),
             (420, 700, "compute", COMPUTE),
         ),
         *marks,

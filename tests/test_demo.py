@@ -105,7 +105,7 @@ def test_the_demo_prints_the_plain_report_and_compares_all_three_runs(
         "step ms",
         "compute",
         "data",
-        "h2d",
+        "copy",
         "other",
         "starved %",
         "set-up s",

@@ -262,7 +262,7 @@ class PlainRun:
         others_cpu_pct = None if self._cpus is None else self._cpus.others_pct(measured.facts.usable_cpus)
         return Measurements(
             # Neither the copy to the device nor the time between steps is seen from the step itself.
-            stats=replace(measured.stats, h2d_ms=None, other_ms=None),
+            stats=replace(measured.stats, copy_ms=None, other_ms=None),
             facts=replace(measured.facts, others_cpu_pct=others_cpu_pct),
             loaders=measured.loaders,
             timeline=self._loop.ledger.timeline.timeline(),

@@ -201,8 +201,8 @@ def name_datasets(datasets: object, split: str) -> list[tuple[str, AnyDataset]]:
     named = [(name_in_split(split, path), dataset) for path, dataset in _datasets_in(datasets)]
     if not named:
         raise DatasetError(
-            f"make_dataset({split!r}) returned an empty {type(datasets).__name__}. Put a dataset into it, or return "
-            "None if there is no such split."
+            f"make_dataset({split!r}) returned an empty {type(datasets).__name__}. Return a dataset that has "
+            "samples, or None if there is no such split."
         )
     for name, dataset in named:
         _check_dataset(name, dataset, split)

@@ -315,5 +315,5 @@ class Measurements:
         it, since that is only Lightning's own."""
         between_ms = self.stats.other_ms or 0.0
         if self.facts.copies_nothing:
-            between_ms += self.stats.h2d_ms or 0.0
+            between_ms += self.stats.copy_ms or 0.0
         return between_ms

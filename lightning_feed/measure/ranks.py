@@ -23,7 +23,7 @@ NUMBER, DATA_IDLE, STEP = range(3)
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
-    """The steps that count, as one flat list of (number, data_idle_ns, step_ns)."""
+    """The steps that count, as one flat list of (number, data_ns, step_ns)."""
     return [value for step in steps if step.counted for value in (step.number, step.data_ns, step.step_ns)]
 
 
@@ -87,11 +87,11 @@ class RankSums(Additive):
         return RankStats(
             world_size=world_size,
             steps=self.steps,
-            max_data_idle_ms=longest_ns / self.steps * 1e-6,
+            max_data_ms=longest_ns / self.steps * 1e-6,
             slow_rank=slow if above >= SLOW_SHARE * step_ns / self.steps > 0 else None,
             starved_pct=100 * longest_ns / step_ns if step_ns > 0 else None,
             amplification=longest_ns * world_size / sum(idle_ns) if sum(idle_ns) > 0 else None,
-            data_idle_ms_by_rank=tuple(ns * 1e-6 for ns in by_rank),
+            data_ms_by_rank=tuple(ns * 1e-6 for ns in by_rank),
         )
 
 

@@ -113,7 +113,7 @@ class RankStats:
     """Number of ranks."""
     steps: int
     """Steps that all ranks measured."""
-    max_data_idle_ms: float | None = tagged("feed_dist/max_data_idle_ms")
+    max_data_ms: float | None = tagged("feed_dist/max_data_ms")
     """Longest wait of any rank, mean over the steps. High while this rank's starved_pct is low: another rank waits for
     data."""
     slow_rank: int | None = tagged("feed_dist/slow_rank")
@@ -125,7 +125,7 @@ class RankStats:
     amplification: float | None = None
     """Sum of the longest waits divided by the sum of the mean waits, 1 to world_size. High: ranks wait in turn, or all
     wait for one rank. None if no rank waits."""
-    data_idle_ms_by_rank: tuple[float, ...] = ()
+    data_ms_by_rank: tuple[float, ...] = ()
     """Mean wait of each rank."""
 
 
@@ -133,10 +133,10 @@ class RankStats:
 class StarvationStats:
     """The parts of the steps of a window. Shares are sums divided by sums, never means of ratios.
 
-    A step is ``other + data_idle + h2d + compute``, exactly. On a device, these are times between events on its compute
+    A step is ``other + data + copy + compute``, exactly. On a device, these are times between events on its compute
     stream, so work queued ahead hides waiting; on the CPU, they are times of the host's clock. On a device, step times
-    and waits for data are measured in every step; ``other``, ``h2d`` and ``compute`` with its parts are measured in one
-    step of eight.
+    and waits for data are measured in every step; ``other``, ``copy`` and ``compute`` with its parts are measured in
+    one step of eight.
     """
 
     steps: int
@@ -180,17 +180,17 @@ class StarvationStats:
     """Part of compute_ms: the backward pass, with the exchange of gradients between ranks."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
     """Part of compute_ms: clipping gradients and the optimizer's step; on the CPU also setting gradients to zero."""
-    h2d_ms: float | None = tagged("feed_step/h2d_ms")
+    copy_ms: float | None = tagged("feed_step/copy_ms")
     """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin batches,
     prefetch them, or make them smaller."""
-    data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
+    data_ms: float | None = tagged("feed_step/data_ms")
     """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If
     the GPU decodes images, this time includes the decoding."""
     other_ms: float | None = tagged("feed_step/other_ms")
     """Mean time between steps: callbacks, logging, checkpoints. High: check these, not the loader."""
 
     next_wait_ms: float | None = tagged("feed_host/next_wait_ms")
-    """Mean time the host was blocked in ``next(loader)``. High with a low data_idle_ms: the wait costs nothing, because
+    """Mean time the host was blocked in ``next(loader)``. High with a low data_ms: the wait costs nothing, because
     the device still has work."""
     hidden_wait_ms: float | None = tagged("feed_host/hidden_wait_ms")
     """The part of next_wait_ms during which the device still had work. 0 on the CPU, where nothing is queued ahead."""
@@ -217,7 +217,7 @@ class LoaderSteps:
     """Number of steps on this loader's batches."""
     step_ms: float
     """Mean time of a step."""
-    data_idle_ms: float
+    data_ms: float
     """Mean time the device had nothing to do because the host was blocked in this loader."""
 
 
@@ -276,7 +276,7 @@ Which = Literal["core", "all"]
 """The figures to log. ``core``: the speed of training and its waits. ``all``: also figures that explain the waits."""
 
 _CORE = (
-    *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),
+    *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "copy_ms", "data_ms", "other_ms", "start_s"),
     *("slow_rank", "util_pct"),
 )
 """Names of the figures that are always logged, in any section (the part before the ``/``)."""
@@ -318,7 +318,7 @@ def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
 
 LOOPS = {"validate": "feed_val", "test": "feed_test", "predict": "feed_predict"}
 """Stage -> the section of its tags."""
-LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "epoch_start_s")
+LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "copy_ms", "data_ms", "other_ms", "epoch_start_s")
 """Fields of StarvationStats that are logged for a validation, test or prediction: ``feed_val/step_ms`` and so on."""
 
 
@@ -328,7 +328,7 @@ def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderStep
     tags = _measured({f"{section}/{name.removeprefix('epoch_')}": vars(stats)[name] for name in LOOP_FIELDS})
     for loader in by_loader:
         tags[f"{section}/{loader.name}/step_ms"] = loader.step_ms
-        tags[f"{section}/{loader.name}/data_idle_ms"] = loader.data_idle_ms
+        tags[f"{section}/{loader.name}/data_ms"] = loader.data_ms
     return tags
 
 
@@ -339,10 +339,10 @@ def custom_scalar_layout(which: Which) -> dict[str, Any]:
     So each part has its chart, with one line for each run.
     """
     parts = {
-        "whole step": "step_ms",
-        "waiting for data": "data_idle_ms",
+        "step": "step_ms",
+        "data": "data_ms",
         "compute": "compute_ms",
-        "copy to device": "h2d_ms",
+        "copy": "copy_ms",
         "other": "other_ms",
     }
     layout: dict[str, Any] = {

@@ -299,7 +299,7 @@ class StepTimes(NamedTuple):
 
     other_ns: float
     data_ns: float
-    h2d_ns: float
+    copy_ns: float
     compute_ns: float
     host_wait_ns: int
     """Time the host was blocked in the loader."""
@@ -320,13 +320,13 @@ class StepTimes(NamedTuple):
     @property
     def step_ns(self) -> float:
         """Duration of the step in nanoseconds."""
-        return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns + self.undivided_ns
+        return self.other_ns + self.data_ns + self.copy_ns + self.compute_ns + self.undivided_ns
 
 
 class StepMeter:
     """Divides time into categories: each mark begins a category, so that all time is counted once.
 
-    A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
+    A step is ``other`` until its fetch, ``data`` during the fetch, ``copy`` until the batch is on the device, and
     ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. After a nested category (a
     look-ahead, or a ``training_step`` that fetches for itself) the outer one continues.
 
@@ -463,7 +463,7 @@ class StepMeter:
         self._epoch_began = None
 
     def arrived(self) -> None:
-        """Note that the batch is on the device. Does nothing in a look-ahead, or outside ``h2d``, as in validation."""
+        """Note that the batch is on the device. Does nothing in a look-ahead, or outside ``copy``, as in validation."""
         if self._category == H2D and not self._looking_ahead:
             self._switch(COMPUTE)
 
@@ -560,6 +560,6 @@ class StepMeter:
 
 
 def _times(parts: Sequence[float], note: Note) -> StepTimes:
-    other, data, h2d, compute, forward, backward, optimizer, undivided = parts
+    other, data, copy, compute, forward, backward, optimizer, undivided = parts
     whole = compute + forward + backward + optimizer
-    return StepTimes(other, data, h2d, whole, *note, forward, backward, optimizer, undivided)
+    return StepTimes(other, data, copy, whole, *note, forward, backward, optimizer, undivided)

@@ -238,7 +238,7 @@ class Sums(Additive):
     steps: int = 0
     other_ns: float = 0
     data_ns: float = 0
-    h2d_ns: float = 0
+    copy_ns: float = 0
     compute_ns: float = 0
     forward_ns: float = 0
     backward_ns: float = 0
@@ -261,7 +261,7 @@ class Sums(Additive):
         self.steps += 1
         self.other_ns += step.other_ns
         self.data_ns += step.data_ns
-        self.h2d_ns += step.h2d_ns
+        self.copy_ns += step.copy_ns
         self.compute_ns += step.compute_ns
         self.forward_ns += step.forward_ns
         self.backward_ns += step.backward_ns
@@ -272,7 +272,7 @@ class Sums(Additive):
     @property
     def divided_ns(self) -> float:
         """Step time without the wait for data, over the steps that are divided into their parts."""
-        return self.other_ns + self.h2d_ns + self.compute_ns
+        return self.other_ns + self.copy_ns + self.compute_ns
 
     def stats(
         self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None, whole: "Sums | None" = None
@@ -302,15 +302,15 @@ class Sums(Additive):
         stats = replace(
             stats,
             step_ms=step_ms,
-            data_idle_ms=idle_ms,
+            data_ms=idle_ms,
             next_wait_ms=self.host_wait_ns * to_ms,
             # Two clocks that read the same wait differ by microseconds.
             hidden_wait_ms=max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
         )
         if self.step_ns > 0:
             stats = replace(stats, starved_pct=100 * self.data_ns / self.step_ns)
-        if self.step_ns > 0 and stats.h2d_ms is not None:
-            stats = replace(stats, input_pct=100 * (idle_ms + stats.h2d_ms) / step_ms)
+        if self.step_ns > 0 and stats.copy_ms is not None:
+            stats = replace(stats, input_pct=100 * (idle_ms + stats.copy_ms) / step_ms)
         if self.step_ns > self.data_ns:
             stats = replace(stats, speedup_if_free=self.step_ns / (self.step_ns - self.data_ns))
         return stats
@@ -323,11 +323,11 @@ class Sums(Additive):
             rest_ms: the mean step time without the wait for data.
         """
         if not self.divided_ns:
-            return stats if rest_ms else replace(stats, other_ms=0.0, h2d_ms=0.0, compute_ms=0.0)
+            return stats if rest_ms else replace(stats, other_ms=0.0, copy_ms=0.0, compute_ms=0.0)
         stats = replace(
             stats,
             other_ms=rest_ms * self.other_ns / self.divided_ns,
-            h2d_ms=rest_ms * self.h2d_ns / self.divided_ns,
+            copy_ms=rest_ms * self.copy_ns / self.divided_ns,
             compute_ms=rest_ms * self.compute_ns / self.divided_ns,
         )
         if not self.forward_ns:

@@ -16,7 +16,7 @@ from lightning_feed.wording import printable_lines
 Setting = bool | int | float | str | tuple[int, int] | None
 
 FIGURES = (
-    "step_ms", "compute_ms", "data_idle_ms", "h2d_ms", "other_ms", "next_wait_ms", "starved_pct", "input_pct",
+    "step_ms", "compute_ms", "data_ms", "copy_ms", "other_ms", "next_wait_ms", "starved_pct", "input_pct",
     "epoch_start_s",
 )  # fmt: skip
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
@@ -229,6 +229,9 @@ def _verdict(report: Report) -> str:
 def _cautions(before: Report, after: Report) -> Iterator[str]:
     old = before.diagnosis.measurements.facts
     new = after.diagnosis.measurements.facts
+    programs = (before.run.program, after.run.program)
+    if all(programs) and programs[0] != programs[1]:
+        yield f"they are of different programs, {programs[0]} and {programs[1]}: differences may be theirs"
     sizes = (old.loader.batch_size, new.loader.batch_size)
     if any(vars(before.environment)[name] != vars(after.environment)[name] for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"

@@ -245,7 +245,7 @@ class _Adviser:
         if may_be_tuned(self.facts):
             return f"{_TUNE}: it tries other numbers of workers"
         stats = self.measured.stats
-        takes = f"handing one over takes {in_ms(stats.data_idle_ms, stats.step_ms or 0.0)} ms"
+        takes = f"handing one over takes {in_ms(stats.data_ms, stats.step_ms or 0.0)} ms"
         return f"batches are ready in time, and {takes}: fewer or smaller tensors take less"
 
     # --- the step itself ----------------------------------------------------------------------------------------------

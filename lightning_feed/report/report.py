@@ -248,7 +248,7 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     part_ms: float | None = diagnosis.measurements.between_ms
     where = "between the steps"
     if diagnosis.bottleneck == "copy":
-        part_ms = stats.h2d_ms
+        part_ms = stats.copy_ms
         where = "copying batches to the device"
         if diagnosis.device_type == "cpu":
             verdict = "limited by transfer hooks"
@@ -387,8 +387,17 @@ def speedup(diagnosis: Diagnosis) -> float | None:
         batches = measured.facts.batches_per_epoch or 0
         step_ms = stats.step_ms or 0.0
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
-        busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
+        busy = batches * (step_ms - (stats.data_ms or 0.0))
     return whole / busy if busy > 0 else None
+
+
+def start_ms_per_step(diagnosis: Diagnosis) -> float | None:
+    """The share of a step in the start of its epoch, if the headline counts starts; else None."""
+    batches = diagnosis.measurements.facts.batches_per_epoch
+    start_s = diagnosis.stats.epoch_start_s
+    if _basis(diagnosis) != "epochs" or not batches or start_s is None:
+        return None
+    return 1e3 * start_s / batches
 
 
 def cause_text(diagnosis: Diagnosis) -> str:

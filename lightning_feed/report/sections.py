@@ -21,7 +21,7 @@ from lightning_feed.measure.experiment_results import (
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.report.report import Report, cause_text, fastest, rate, takes_turns
+from lightning_feed.report.report import Report, cause_text, fastest, rate, start_ms_per_step, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Effect, Remedy
 from lightning_feed.verdict.lighter_samples import name_of_change
 from lightning_feed.verdict.shares import in_ms, model_disturbed
@@ -266,16 +266,20 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         end = f"        {fastest(diagnosis)}"
-        yield _parts_section("step", diagnosis.stats, copies=copies, end=end)
+        start_ms = start_ms_per_step(diagnosis)
+        yield _parts_section("step", diagnosis.stats, copies=copies, start_ms=start_ms, end=end)
 
 
-def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str) -> Section:
+def _parts_section(
+    what: str, stats: StarvationStats, *, copies: bool, start_ms: float | None = None, end: str
+) -> Section:
     """The measured parts of a step as they follow each other on the device; they add up to the step.
 
-    If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
+    If nothing is copied (on a CPU), the short time of the transfer counts as ``other``. Where starts of epochs count,
+    each step has its share of them.
     """
-    step_ms = stats.step_ms or 0.0
-    copy_ms = stats.h2d_ms
+    step_ms = (stats.step_ms or 0.0) + (start_ms or 0.0)
+    copy_ms = stats.copy_ms
     other_ms = stats.other_ms
     if not copies:
         other_ms = None if other_ms is None else other_ms + (copy_ms or 0.0)
@@ -286,8 +290,9 @@ def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str)
         inside = f" ({inside})"
     parts = (
         ("compute", stats.compute_ms, "forward, backward and optimizer", inside),
-        ("data", stats.data_idle_ms, "the device waited for data", ""),
-        ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
+        ("data", stats.data_ms, "the device waited for data", ""),
+        ("epoch start", start_ms, "until the first batch of an epoch came, shared by its steps", ""),
+        ("copy", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
         ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
     )
     rows = []
@@ -315,7 +320,7 @@ def time_sections(measured: Measurements) -> Iterator[Section]:
         by_loader = by_loader or validation.by_loader
         is_large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.run_s
         yield from _validation_sections(validation, shown=is_large)
-    rows = [(steps.name, str(steps.steps), f"{steps.step_ms:.2f}", f"{steps.data_idle_ms:.2f}") for steps in by_loader]
+    rows = [(steps.name, str(steps.steps), f"{steps.step_ms:.2f}", f"{steps.data_ms:.2f}") for steps in by_loader]
     yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
 
 
@@ -338,7 +343,7 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
         return
     copies = validation.facts.device_type != "cpu"
     waits = [
-        f"; {steps.name} waits {in_ms(steps.data_idle_ms, step_ms)} of {in_ms(steps.step_ms, step_ms)}"
+        f"; {steps.name} waits {in_ms(steps.data_ms, step_ms)} of {in_ms(steps.step_ms, step_ms)}"
         for steps in validation.by_loader
     ]
     section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
@@ -439,7 +444,7 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
 
 def _rank_rows(ranks: RankStats) -> list[Row]:
     rows: list[Row] = []
-    for rank, ms in enumerate(ranks.data_idle_ms_by_rank):
+    for rank, ms in enumerate(ranks.data_ms_by_rank):
         remark = " (the slow one)" if rank == ranks.slow_rank else ""
         rows.append((f"rank {rank}{remark}", f"{ms:.2f}"))
     return rows
@@ -456,14 +461,15 @@ def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
 
 
 def _loader_rows(loaders: LoaderStats) -> list[Row]:
+    has_queue = bool(loaders.queue_capacity)
     return _figures(
         ("workers on a CPU", loaders.workers_on_cpu_pct, "{:.0f} %"),
         ("workers waiting for a CPU", loaders.workers_run_queue_pct, "{:.0f} %"),
         ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
         ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
         ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
-        ("batches ready when asked", loaders.queue_ready, "{:.1f}"),
-        ("batches that may be ready", loaders.queue_capacity, "{:.0f}"),
+        ("batches ready when asked", loaders.queue_ready if has_queue else None, "{:.1f}"),
+        ("batches that may be ready", loaders.queue_capacity if has_queue else None, "{:.0f}"),
         ("waiting while a later batch was ready", loaders.head_of_line_pct, "{:.0f} %"),
         ("waiting for the pin thread", loaders.pin_lag_ms, "{:.2f} ms"),
         ("batches made", loaders.produced_per_s, "{:.2f} /s"),

@@ -115,8 +115,8 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
     except ArchiveError:
         raise
     except OSError as error:
-        reason = str(error)
-        if error.filename and error.strerror:
+        reason = error.strerror or str(error)
+        if error.filename and error.strerror and error.filename not in (str(origin), str(target)):
             reason = f"{error.filename}: {error.strerror}"
         raise ArchiveError(f"{origin.name} was not staged to {target}: {reason}.") from error
     mount = find_mount(target.parent)

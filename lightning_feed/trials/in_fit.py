@@ -129,9 +129,9 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
     """The work of a training step, from the steps of a run; None if too little was measured."""
     stats = measured.stats
     facts = measured.facts
-    if stats.step_ms is None or stats.data_idle_ms is None:
+    if stats.step_ms is None or stats.data_ms is None:
         return None
-    step_ms = max(0.0, stats.step_ms - stats.data_idle_ms)
+    step_ms = max(0.0, stats.step_ms - stats.data_ms)
     cpu_ms = facts.host.cpu_ms or 0.0
     if facts.loader.num_workers == 0:  # this thread loads, too
         cpu_ms -= facts.host.load_cpu_ms or 0.0
@@ -142,7 +142,7 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
         cpu_s=1e-3 * min(step_ms, max(0.0, cpu_ms)),
         threads=1 if on_device else torch.get_num_threads(),
         on_device=on_device,
-        copy_s=1e-3 * min(step_ms, stats.h2d_ms or 0.0) if saves_copy else 0.0,
+        copy_s=1e-3 * min(step_ms, stats.copy_ms or 0.0) if saves_copy else 0.0,
     )
 
 

@@ -366,10 +366,10 @@ def _is_pinned(measured: Measurements) -> bool | None:
 
 
 def _link(measured: Measurements) -> Reason:
-    h2d_ms = measured.stats.h2d_ms
+    copy_ms = measured.stats.copy_ms
     size_bytes = measured.facts.batch.size_bytes
-    if _is_pinned(measured) and h2d_ms and size_bytes:
-        rate = size_bytes / h2d_ms * 1e-6
+    if _is_pinned(measured) and copy_ms and size_bytes:
+        rate = size_bytes / copy_ms * 1e-6
         return Reason("link", [f"batches are copied ahead, and still {rate:.1f} GB/s are not enough"])
     return Reason("unknown", ["it is not known if batches are pinned"], sure=False)
 

@@ -273,7 +273,7 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
     if part == "framework":
         return f"{_of_step(measured.between_ms, step_ms, shares.framework_pct)} between the steps"
     if part == "copy":
-        return f"{_of_step(measured.stats.h2d_ms, step_ms, shares.copy_pct)} in the transfer to the device"
+        return f"{_of_step(measured.stats.copy_ms, step_ms, shares.copy_pct)} in the transfer to the device"
     # Not ``data_pct``, which may be the share of epochs' first batches: these belong to no step.
     waiting = f"{_of_step(shares.data_ms, step_ms, 100 * shares.data_ms / step_ms)} waiting for data"
     return f"{waiting}, the slowest rank of each step" if shares.by_ranks else waiting

@@ -474,7 +474,7 @@ def _saved_in_place_ms(finding: Finding) -> float:
     """The time of a step that batches in place may save at most."""
     saved_ms = 0.0
     if finding.causes.get("copy") in _COPIED_ON_THE_WAY and finding.facts.device_type in REGISTERING_DEVICES:
-        saved_ms += finding.measured.stats.h2d_ms or 0.0
+        saved_ms += finding.measured.stats.copy_ms or 0.0
     if finding.data in _HANDED_OVER:
         saved_ms += finding.shares.data_ms
     return saved_ms
@@ -514,7 +514,7 @@ def pinned_memory(finding: Finding) -> Remedy | None:
         return None
     if batches_in_place(finding) is not None:
         return None
-    step_ms = bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0)
+    step_ms = bounds.without(finding.shares, finding.measured.stats.copy_ms or 0.0)
     return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)
 
 
@@ -522,14 +522,14 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
     """Remedy: PrefetchCallback, if training waits for copies from pinned memory on a GPU."""
     stats = finding.measured.stats
     cause = finding.causes.get("copy")
-    if cause is None or finding.facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
+    if cause is None or finding.facts.device_type != "cuda" or stats.prefetch_active or stats.copy_ms is None:
         return None
     if finding.loader.pin_memory is not True:
         return None
     why = "copies the next batch while this one computes"
     return replace(
         _callback_remedy(finding, _our_package(finding), "PrefetchCallback", why),
-        least_step_ms=bounds.without(finding.shares, stats.h2d_ms),
+        least_step_ms=bounds.without(finding.shares, stats.copy_ms),
         changes="prefetch_callback=True",
     )
 

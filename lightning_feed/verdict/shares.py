@@ -118,9 +118,9 @@ class _Waiting(NamedTuple):
 
 def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Waiting:
     ranks = measured.ranks
-    own_ms = measured.stats.data_idle_ms or 0.0
+    own_ms = measured.stats.data_ms or 0.0
     if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > own_pct:
-        longest_ms = max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
+        longest_ms = max(own_ms, min(step_ms, ranks.max_data_ms or 0.0))
         return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True)
     return _Waiting(own_pct, own_ms, by_ranks=False)
 
@@ -162,7 +162,7 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
     if stats.epoch_start_s is None or not batches:
         return None
     start_ms = stats.epoch_start_s * 1e3
-    excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
+    excess_ms = max(0.0, start_ms - (stats.data_ms or 0.0))
     # An epoch is its first batch, then all its steps; the first step no longer includes waiting.
     whole_ms = start_ms + batches * step_ms
     return 100 * excess_ms / whole_ms if whole_ms > 0 else None

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
-PARTS = ("compute", "h2d", "data_idle", "other")
+PARTS = ("compute", "copy", "data", "other")
 
 
 @pytest.fixture

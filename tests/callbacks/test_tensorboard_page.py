@@ -89,8 +89,8 @@ def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", log_
         "feed/prefetch_active",
         "feed_step/step_ms",
         "feed_step/compute_ms",
-        "feed_step/h2d_ms",
-        "feed_step/data_idle_ms",
+        "feed_step/copy_ms",
+        "feed_step/data_ms",
         "feed_step/other_ms",
     ],
 )

@@ -66,10 +66,10 @@ def test_time_in_next_counts_as_waiting_and_the_rest_as_the_step() -> None:
     loader = _watched(source)
     _train(loader, source, epochs=2)
     stats = loader.summary()
-    assert (stats.step_ms, stats.data_idle_ms, stats.compute_ms) == (10.0, 3.0, 7.0)
+    assert (stats.step_ms, stats.data_ms, stats.compute_ms) == (10.0, 3.0, 7.0)
     assert stats.starved_pct == pytest.approx(30.0)
     assert stats.epoch_start_s == pytest.approx(0.1)
-    assert (stats.h2d_ms, stats.other_ms) == (None, None)  # nobody saw them
+    assert (stats.copy_ms, stats.other_ms) == (None, None)  # nobody saw them
     assert stats.steps == 2 * 40 - 20 - 1  # but the warm-up, and the first of the second epoch
 
 

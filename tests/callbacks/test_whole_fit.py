@@ -160,7 +160,7 @@ def test_a_second_fit_measures_only_its_own_wall_time(clock: Clock) -> None:
 def test_compute_time_divides_into_forward_backward_and_optimizer(clock: Clock) -> None:
     stats = measured_fit(clock, limit_val_batches=0).stats
     assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms, stats.compute_ms) == (2000, 3000, 4000, 9000)
-    assert stats.data_idle_ms == 1000
+    assert stats.data_ms == 1000
 
 
 # --- validation, test and prediction ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
     logger = Memory()
     validation = measured_fit(clock, logger=logger).measurements.validation
     assert validation is not None
-    stats = (validation.stats.data_idle_ms, validation.stats.compute_ms)
+    stats = (validation.stats.data_ms, validation.stats.compute_ms)
     assert (validation.stats.steps, *stats) == (2 * (4 - 1), pytest.approx(1000), pytest.approx(5000))
     assert (validation.stats.epoch_start_s, validation.waited_s, validation.facts.stage) == (1.0, 8.0, "validate")
     rows = [(step, tags) for step, tags in logger.rows if "feed_val/step_ms" in tags]
@@ -187,12 +187,12 @@ def test_several_validation_loaders_are_reported_by_name(clock: Clock, prefetche
     trainer.fit(Model(clock), loader(clock, 4, 1), {"clean": loader(clock, 3, 1), "noisy": loader(clock, 5, 4)})
     validation = starvation.report().measurements.validation
     assert validation is not None
-    assert [(steps.name, steps.steps, steps.data_idle_ms, steps.step_ms) for steps in validation.by_loader] == [
+    assert [(steps.name, steps.steps, steps.data_ms, steps.step_ms) for steps in validation.by_loader] == [
         ("clean", 2, 1000, 6000),
         ("noisy", 5, 4000, 9000),
     ]
     (tags,) = [tags for _, tags in logger.rows if "feed_val/step_ms" in tags]
-    assert tags["feed_val/noisy/data_idle_ms"] == pytest.approx(4000)
+    assert tags["feed_val/noisy/data_ms"] == pytest.approx(4000)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_validate_test_and_predict_each_have_their_own_report(
     method: Callable[..., Any] = getattr(trainer, stage)
     method(Model(clock), loader(clock, 60, 3))
     diagnosis = starvation.report(stage)
-    assert (diagnosis.stats.steps, diagnosis.stats.data_idle_ms, diagnosis.stats.compute_ms) == (
+    assert (diagnosis.stats.steps, diagnosis.stats.data_ms, diagnosis.stats.compute_ms) == (
         40,
         3000,
         1000 * compute,

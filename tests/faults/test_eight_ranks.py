@@ -42,7 +42,7 @@ def compared(folder: Path, ranks: int) -> tuple[int, int]:
     """The steps that all ranks measured: by the report, and by the rows of the logger."""
     (report,) = folder.rglob("feed_report.json")
     found = json.loads(report.read_text())["ranks"]
-    assert (found["world_size"], len(found["data_idle_ms_by_rank"])) == (ranks, ranks)
+    assert (found["world_size"], len(found["data_ms_by_rank"])) == (ranks, ranks)
     with (folder / "metrics.csv").open() as file:
         return found["steps"], sum(bool(row.get("feed_dist/starved_pct")) for row in csv.DictReader(file))
 

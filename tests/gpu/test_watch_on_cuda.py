@@ -132,7 +132,7 @@ def test_a_look_ahead_hides_the_copy_and_the_wait_still_counts_as_data() -> None
 @pytest.mark.gpu(twin="simulated/test_calls.py::test_parts_sampled_in_some_steps_match_those_of_all_steps")
 def test_step_parts_add_up_to_the_step_time() -> None:
     stats = watched(5, Busy(5))
-    parts = (stats.compute_ms, stats.h2d_ms, stats.data_idle_ms, stats.other_ms)
+    parts = (stats.compute_ms, stats.copy_ms, stats.data_ms, stats.other_ms)
     assert sum(part or 0 for part in parts) == pytest.approx(stats.step_ms)
     assert all(part is not None and part >= 0 for part in parts)
 

@@ -63,10 +63,10 @@ def test_a_rank_is_slow_if_it_waits_a_tenth_of_a_step_above_the_median(waits_ms:
 
 def test_starved_share_counts_the_longest_wait_of_each_step() -> None:
     in_turn = rank_stats([rows((30, 100), (0, 100)), rows((0, 100), (30, 100))])
-    assert in_turn.max_data_idle_ms == pytest.approx(30)
+    assert in_turn.max_data_ms == pytest.approx(30)
     assert in_turn.starved_pct == pytest.approx(30)
     assert in_turn.amplification == pytest.approx(2)
-    assert in_turn.data_idle_ms_by_rank == pytest.approx((15, 15))
+    assert in_turn.data_ms_by_rank == pytest.approx((15, 15))
     assert in_turn.slow_rank is None
     together = rank_stats([rows((30, 100), (0, 100)), rows((30, 100), (0, 100))])
     assert together.starved_pct == pytest.approx(15)
@@ -75,7 +75,7 @@ def test_starved_share_counts_the_longest_wait_of_each_step() -> None:
 
 def test_rank_stats_are_zero_without_waits_and_none_without_steps() -> None:
     fed = rank_stats([rows((0, 10)), rows((0, 10))])
-    assert (fed.steps, fed.starved_pct, fed.max_data_idle_ms, fed.amplification) == (1, 0.0, 0.0, None)
+    assert (fed.steps, fed.starved_pct, fed.max_data_ms, fed.amplification) == (1, 0.0, 0.0, None)
     assert rank_stats([rows((0, 10)), rows()]) == RankStats(world_size=2, steps=0)
     assert rank_stats([rows((0, 0)), rows((0, 0))]).starved_pct is None
 
@@ -86,7 +86,7 @@ def test_only_steps_that_all_ranks_measured_count() -> None:
     gap = torch.cat([rows((0, 100), first=2), rows((0, 100), first=4)])
     stats = rank_stats([short, long, gap])
     assert stats.steps == 1
-    assert stats.data_idle_ms_by_rank == pytest.approx((0, 20, 0))
+    assert stats.data_ms_by_rank == pytest.approx((0, 20, 0))
     assert align([short, long])[0].tolist() == [[3, 4], [3, 4]]
 
 
@@ -106,14 +106,14 @@ def test_starved_share_of_all_ranks_is_at_least_that_of_any_rank(steps: list[lis
     ranks = [rows(*[(share * ms, ms) for share, ms in (each[rank] for each in steps)]) for rank in range(len(steps[0]))]
     stats = rank_stats(ranks)
     assert stats.starved_pct is not None
-    assert stats.max_data_idle_ms is not None
+    assert stats.max_data_ms is not None
     mean_step = sum(max(ms for _, ms in each) for each in steps) / len(steps)
-    assert stats.starved_pct >= max(stats.data_idle_ms_by_rank) / mean_step * 100 * (1 - 1e-9)
+    assert stats.starved_pct >= max(stats.data_ms_by_rank) / mean_step * 100 * (1 - 1e-9)
     assert stats.starved_pct <= 100 * (1 + 1e-9)
     if stats.amplification is not None:
         assert 1 - 1e-9 <= stats.amplification <= len(ranks) * (1 + 1e-9)
     if stats.slow_rank is not None:
-        assert stats.data_idle_ms_by_rank[stats.slow_rank] == max(stats.data_idle_ms_by_rank)
+        assert stats.data_ms_by_rank[stats.slow_rank] == max(stats.data_ms_by_rank)
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_rank_figures_come_one_window_later_and_the_last_at_finish() -> None:
     one.finish([step(4, 1)])
     total = zero.finish([step(4)])
     assert total is not None
-    assert (total.steps, total.data_idle_ms_by_rank) == (4, (0, pytest.approx(2)))
+    assert (total.steps, total.data_ms_by_rank) == (4, (0, pytest.approx(2)))
     assert zero.total() == total
 
 

@@ -192,7 +192,7 @@ def _check_slow(told: Any, slow_rank: int, world_size: int) -> None:
     assert "feed_dist/starved_pct" not in rows[0][1]  # known one window later
     for _, row in rows[1:]:
         assert row["feed_dist/slow_rank"] == slow_rank
-        assert row["feed_dist/max_data_idle_ms"] >= WAIT_MS
+        assert row["feed_dist/max_data_ms"] >= WAIT_MS
         assert row["feed/starved_pct"] < row["feed_dist/starved_pct"]
 
 

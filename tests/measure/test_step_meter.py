@@ -42,15 +42,15 @@ class Loop:
         self.device.host(ms)
         self.meter.step_ended()
 
-    def step(self, other: float, fetch: float, h2d: float, compute: float, work: float = 0) -> None:
+    def step(self, other: float, fetch: float, copy: float, compute: float, work: float = 0) -> None:
         self.device.host(other)
         self.fetch(fetch)
-        self.transfer(h2d)
+        self.transfer(copy)
         self.run(compute, work)
 
 
 def ms(step: StepTimes) -> tuple[float, ...]:
-    """other, data, h2d, compute, host wait."""
+    """other, data, copy, compute, host wait."""
     return tuple(value / MS for value in step[:5])
 
 
@@ -59,8 +59,8 @@ def ms(step: StepTimes) -> tuple[float, ...]:
 
 def test_four_marks_divide_a_step_into_its_parts() -> None:
     loop = Loop()
-    loop.step(other=1, fetch=2, h2d=3, compute=4)
-    loop.step(other=5, fetch=6, h2d=7, compute=8)
+    loop.step(other=1, fetch=2, copy=3, compute=4)
+    loop.step(other=5, fetch=6, copy=7, compute=8)
     assert [ms(step) for step in loop.steps] == [(1, 2, 3, 4, 2), (5, 6, 7, 8, 6)]
 
 
@@ -96,7 +96,7 @@ def test_a_look_ahead_after_the_step_belongs_to_the_next_step() -> None:
     loop.step(1, 2, 3, 4)
     loop.device.host(1)
     loop.look_ahead(fetch=20, stage=6)
-    loop.step(other=2, fetch=0, h2d=0.5, compute=4)
+    loop.step(other=2, fetch=0, copy=0.5, compute=4)
     assert ms(loop.steps[1]) == (3, 20, 6.5, 4, 20)
 
 
@@ -181,18 +181,18 @@ def test_step_parts_add_up_to_the_elapsed_time(
     loop = Loop(on_device=on_device)
     device = loop.device
     began = device.now
-    for other, fetch, h2d, compute, work in steps:
+    for other, fetch, copy, compute, work in steps:
         device.host(other)
         loop.fetch(0 if ahead == "after" else fetch)
-        loop.transfer(h2d)
+        loop.transfer(copy)
         loop.meter.step_began()
         device.launch(work)
         if ahead == "inside":
-            loop.look_ahead(fetch, h2d)
+            loop.look_ahead(fetch, copy)
         device.host(compute)
         loop.meter.step_ended()
         if ahead == "after":
-            loop.look_ahead(fetch, h2d)
+            loop.look_ahead(fetch, copy)
     if ahead == "after":
         loop.step(0, 0, 0, 0)
     ended = max(device.now, device.compute.free_at) if on_device else device.now

@@ -28,8 +28,8 @@ FULL = StarvationStats(
     forward_ms=2.0,
     backward_ms=2.5,
     optimizer_ms=0.5,
-    h2d_ms=1.0,
-    data_idle_ms=2.0,
+    copy_ms=1.0,
+    data_ms=2.0,
     other_ms=2.0,
     next_wait_ms=3.0,
     hidden_wait_ms=1.0,
@@ -47,8 +47,8 @@ def test_every_figure_has_its_tag() -> None:
         "feed_step/forward_ms": 2.0,
         "feed_step/backward_ms": 2.5,
         "feed_step/optimizer_ms": 0.5,
-        "feed_step/h2d_ms": 1.0,
-        "feed_step/data_idle_ms": 2.0,
+        "feed_step/copy_ms": 1.0,
+        "feed_step/data_ms": 2.0,
         "feed_step/other_ms": 2.0,
         "feed_host/next_wait_ms": 3.0,
         "feed_host/hidden_wait_ms": 1.0,
@@ -65,7 +65,7 @@ def test_tag_table_lists_every_tag() -> None:
     gpu = GpuStats(util_pct=1, sm_pct=1, mem_used_mib=1, power_w=1, pcie_rx_mb_per_s=1)
     loaders = LoaderStats(**{one.name: 1.0 for one in dataclasses.fields(LoaderStats)})
     ranks = RankStats(
-        world_size=2, steps=1, max_data_idle_ms=1, slow_rank=1, starved_pct=1, amplification=1, data_idle_ms_by_rank=()
+        world_size=2, steps=1, max_data_ms=1, slow_rank=1, starved_pct=1, amplification=1, data_ms_by_rank=()
     )
     assert set(tag_table()) == set(to_tags(FULL, gpu, loaders, ranks))
 

@@ -50,7 +50,7 @@ def test_an_unpinned_copy_idles_the_device_without_any_wait() -> None:
     assert host_wait_pct(timeline) == 0
     assert stats.starved_pct == 0
     assert stats.input_pct == pytest.approx(100 * 6 / 26)  # 23 %
-    assert stats.h2d_ms == pytest.approx(6)
+    assert stats.copy_ms == pytest.approx(6)
 
 
 # --- loaders ------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_a_loader_of_constant_rate_idles_the_device_by_its_shortfall(
 ) -> None:
     timeline = run(Timeline(Production([period], workers=workers), ahead=2), Step(launch=1, work=20), steps=200)
     last = timeline.stats(99)
-    assert last.data_idle_ms == pytest.approx(idle_ms, abs=0.01)
+    assert last.data_ms == pytest.approx(idle_ms, abs=0.01)
     assert last.step_ms == pytest.approx(max(20, period / workers), abs=0.01)
 
 
@@ -81,7 +81,7 @@ def test_a_loader_of_constant_rate_idles_the_device_by_its_shortfall(
 def test_a_look_ahead_hides_the_wait_and_the_copy() -> None:
     step = Step(fetch=8, copy=6, launch=1, work=20)
     without, ahead = run(Timeline(ahead=1), step).stats(SETTLED), run(Timeline(look_ahead=True), step).stats(SETTLED)
-    assert without.h2d_ms == pytest.approx(6)
+    assert without.copy_ms == pytest.approx(6)
     assert ahead.input_pct == pytest.approx(0)
     assert ahead.step_ms == pytest.approx(20)
 

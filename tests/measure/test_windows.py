@@ -14,26 +14,26 @@ MS = 1_000_000
 def _step(
     other: float = 1,
     data: float = 2,
-    h2d: float = 3,
+    copy: float = 3,
     compute: float = 4,
     wait: float | None = None,
     counted: bool = True,
 ) -> StepTimes:
     return StepTimes(
-        other * MS, data * MS, h2d * MS, compute * MS, round((data if wait is None else wait) * MS), counted
+        other * MS, data * MS, copy * MS, compute * MS, round((data if wait is None else wait) * MS), counted
     )
 
 
 def test_window_figures_are_computed_from_its_steps() -> None:
     ledger = Ledger()
-    ledger.fresh += [_step(), _step(other=2, data=8, h2d=0, compute=5, wait=10)]
+    ledger.fresh += [_step(), _step(other=2, data=8, copy=0, compute=5, wait=10)]
     ledger.epoch_started(0.5)
     ledger.epoch_started(1.5)
     stats = ledger.close_window(lost=0, prefetch_active=True)
     assert stats.steps == 2
-    assert (stats.step_ms, stats.other_ms, stats.data_idle_ms) == pytest.approx((12.5, 1.5, 5))
-    assert (stats.h2d_ms, stats.compute_ms) == pytest.approx((1.5, 4.5))
-    assert stats.step_ms == stats.other_ms + stats.data_idle_ms + stats.h2d_ms + stats.compute_ms  # type: ignore[operator]
+    assert (stats.step_ms, stats.other_ms, stats.data_ms) == pytest.approx((12.5, 1.5, 5))
+    assert (stats.copy_ms, stats.compute_ms) == pytest.approx((1.5, 4.5))
+    assert stats.step_ms == stats.other_ms + stats.data_ms + stats.copy_ms + stats.compute_ms  # type: ignore[operator]
     assert stats.starved_pct == pytest.approx(100 * 10 / 25)  # not the mean of 20 % and 53 %
     assert stats.input_pct == pytest.approx(100 * 13 / 25)
     assert stats.speedup_if_free == pytest.approx(25 / 15)
@@ -44,9 +44,9 @@ def test_window_figures_are_computed_from_its_steps() -> None:
 
 def test_each_window_holds_only_the_steps_since_the_last() -> None:
     ledger = Ledger()
-    ledger.fresh += [_step(data=0, h2d=0), _step(data=0, h2d=0)]
+    ledger.fresh += [_step(data=0, copy=0), _step(data=0, copy=0)]
     assert ledger.close_window(lost=0, prefetch_active=None).starved_pct == 0.0
-    ledger.fresh.append(_step(data=5, other=0, h2d=0, compute=5))
+    ledger.fresh.append(_step(data=5, other=0, copy=0, compute=5))
     stats = ledger.close_window(lost=3, prefetch_active=None)
     assert (stats.steps, stats.starved_pct, stats.lost_steps) == (1, 50.0, 3)
     assert stats.epoch_start_s is None
@@ -70,7 +70,7 @@ def test_uncounted_steps_are_in_no_window() -> None:
 
 def test_a_step_that_is_all_waiting_has_no_speed_up() -> None:
     ledger = Ledger()
-    ledger.fresh.append(_step(other=0, h2d=0, compute=0))
+    ledger.fresh.append(_step(other=0, copy=0, compute=0))
     stats = ledger.total(prefetch_active=None)
     assert (stats.starved_pct, stats.speedup_if_free) == (100.0, None)
 
@@ -88,7 +88,7 @@ def test_the_total_leaves_the_warm_up_out() -> None:
     ledger.close_window(lost=0, prefetch_active=None)
     ledger.fresh += [_step(data=8) for _ in range(FEW_STEPS)]
     stats = ledger.total(prefetch_active=None)
-    assert (stats.steps, stats.data_idle_ms) == (FEW_STEPS, pytest.approx(8))
+    assert (stats.steps, stats.data_ms) == (FEW_STEPS, pytest.approx(8))
 
 
 def test_settled_returns_none_until_the_warm_up_is_over() -> None:
@@ -111,7 +111,7 @@ def test_a_short_run_is_reported_whole_with_low_confidence() -> None:
     ledger.fresh += [_step(data=0) for _ in range(WARM_UP_STEPS)] + [_step(data=8) for _ in range(FEW_STEPS - 1)]
     stats = ledger.total(prefetch_active=None)
     assert (stats.steps, stats.confidence) == (WARM_UP_STEPS + FEW_STEPS - 1, "low")
-    assert stats.data_idle_ms == pytest.approx(8 * 19 / 39)
+    assert stats.data_ms == pytest.approx(8 * 19 / 39)
 
 
 def test_a_window_in_the_warm_up_has_low_confidence() -> None:
@@ -161,7 +161,7 @@ def test_epochs_with_a_changed_loading_time_are_not_averaged() -> None:
     assert ledger.changed_wait_ms() == pytest.approx((20, 1))
     ledger.leave_out_earlier_epochs()
     stats = ledger.total(prefetch_active=None)
-    assert (stats.steps, stats.data_idle_ms) == (60, 1)
+    assert (stats.steps, stats.data_ms) == (60, 1)
     assert stats.starved_high_pct == pytest.approx(100 / 9)
     assert ledger.changed_wait_ms() is None
 

@@ -37,7 +37,7 @@ class Case:
 
     seconds: float
     data: float
-    h2d: float
+    copy: float
     other: float
     epoch_start_s: float
     batches: int
@@ -58,7 +58,7 @@ class Case:
         wall = WallStats(wall_s=self.seconds, parts=(WallPart(name="train", seconds=self.seconds, times=1),))
         made = measured(
             data=self.data,
-            h2d=self.h2d if facts["device_type"] == "cuda" else 0.0,
+            copy=self.copy if facts["device_type"] == "cuda" else 0.0,
             other=self.other,
             stats={"epoch_start_s": self.epoch_start_s, "prefetch_active": self.prefetches},
             loaders=dict(self.loaders) if facts["num_workers"] else {},
@@ -113,11 +113,11 @@ def cases(draw: Any) -> Case:
         "max_epochs": 10,
     }
     data = draw(st.sampled_from([0.0, 3.0, 8.0, 30.0, 70.0]))
-    h2d = draw(st.sampled_from([0.0, 10.0, 25.0]))
+    copy = draw(st.sampled_from([0.0, 10.0, 25.0]))
     return Case(
         seconds=draw(st.sampled_from([20.0, 600.0])),
         data=data,
-        h2d=h2d if data + h2d < 90 else 0.0,
+        copy=copy if data + copy < 90 else 0.0,
         other=draw(st.sampled_from([0.0, 2.0])),
         epoch_start_s=draw(st.sampled_from([0.0, 0.1, 5.0])),
         batches=draw(st.sampled_from([10, 1000])),

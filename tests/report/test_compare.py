@@ -19,10 +19,10 @@ from report.sample_reports import (
 
 from lightning_feed.report.compare import Comparison, compare, comparison_text
 from lightning_feed.report.document import to_plain
-from lightning_feed.report.report import Report
+from lightning_feed.report.report import Report, RunIdentity
 
 FED = sample_stats(
-    step_ms=60.0, data_idle_ms=2.0, starved_pct=3.3, starved_low_pct=2.0, starved_high_pct=5.0, epoch_start_s=None
+    step_ms=60.0, data_ms=2.0, starved_pct=3.3, starved_low_pct=2.0, starved_high_pct=5.0, epoch_start_s=None
 )
 
 
@@ -70,6 +70,9 @@ def test_compare_warns_if_the_runs_are_not_alike() -> None:
         "the runs used different numbers of ranks",
     ]
     assert compare(sample_report(), sample_report()).cautions == ()
+    programs = [replace(sample_report(), run=RunIdentity(program=name)) for name in ("a.py", "b.py")]
+    assert "different programs, a.py and b.py" in compare(*programs).cautions[0]
+    assert compare(programs[0], programs[0]).cautions == ()
     busy = sample_report(sample(facts=sample_facts(others_cpu_pct=63.0)))
     assert compare(busy, sample_report()).cautions == (
         "other programs took 63 % of the CPUs before and an unknown share after: steps depend on it",
@@ -96,8 +99,8 @@ def test_comparison_text_lists_result_verdict_and_figures() -> None:
         "samples_per_s       367.0      533.3     +45 %",
         "step_ms              87.2       60.0     -31 %",
         "compute_ms           52.9       52.9      +0 %",
-        "data_idle_ms         29.6        2.0     -93 %",
-        "h2d_ms                1.1        1.1      +0 %",
+        "data_ms              29.6        2.0     -93 %",
+        "copy_ms               1.1        1.1      +0 %",
         "other_ms              3.6        3.6      +0 %",
         "next_wait_ms         31.6       31.6      +0 %",
         "starved_pct          33.9        3.3   -30.6 points",

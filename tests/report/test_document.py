@@ -100,7 +100,7 @@ PLAIN_NUMBERS = {
     "batch_size",
     "cut_short",
     "line",
-    "data_idle_ms_by_rank",
+    "data_ms_by_rank",
 }
 """Ratios and counts, whose names say what is counted, and rows of figures."""
 

@@ -308,7 +308,7 @@ PINNED = {"pin_memory": True, "pinned": True}
 IN_PLACE = PINNED | {"may_use_slots": False, "in_place": True}
 TUNED = {"tuned": True}
 WRAPPED = {"loader_code": LoaderCode(words="the LoaderSettings(...)", form="settings", datamodule="Birds")}
-COPIES: dict[str, Any] = {"step": 33.2, "data": 1.0, "h2d": 24.0}
+COPIES: dict[str, Any] = {"step": 33.2, "data": 1.0, "copy": 24.0}
 WAITS: dict[str, Any] = {"step": 10.3, "data": 6.0, "loaders": READY}
 TRY_IN_PLACE = (
     "`LIGHTNING_FEED=tune python train.py` hands batches over in place, tries numbers of workers, and takes the fastest"
@@ -332,7 +332,7 @@ PIN = "pin_memory: False -> True in your training DataLoader (Birds.train_datalo
 @pytest.mark.parametrize(
     "runs",
     [
-        [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES | {"data": 0.0, "h2d": 0.0}, KEEPS_UP)],
+        [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES | {"data": 0.0, "copy": 0.0}, KEEPS_UP)],
         [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES, SEND_LESS)],
         [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | WAITS, HAND_LESS)],
         [(WAITS, TRY_IN_PLACE), (IN_PLACE | TUNED | WAITS, HAND_LESS)],

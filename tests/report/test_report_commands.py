@@ -87,9 +87,7 @@ def test_fail_above_counts_the_waiting_of_all_ranks(tmp_path: Path, capsys: pyte
 
 def _slow_start(**changes: Any) -> Diagnosis:
     """67 % of an epoch of 20 steps goes by before its first batch, and 6 % of each step waiting."""
-    stats = sample_stats(
-        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
-    )
+    stats = sample_stats(step_ms=50.0, compute_ms=47.0, data_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0)
     facts = loop_facts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return decide(replace(Measurements(stats=stats, facts=facts), **changes))
 

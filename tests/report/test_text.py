@@ -60,7 +60,7 @@ def test_text_report_of_a_starved_gpu_has_the_expected_lines() -> None:
     assert as_text(_bare()).splitlines() == [
         "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
         "(95 % CI 32-36, confidence high, 412 steps)",
-        "step 87.2 ms = compute 52.9 | data 29.6 | copy to device 1.1 | other 3.6"
+        "step 87.2 ms = compute 52.9 | data 29.6 | copy 1.1 | other 3.6"
         "        if data were free: 1.51 x as fast",
         "cause cpu",
         "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
@@ -296,7 +296,7 @@ def test_headline_names_the_slow_rank_if_this_rank_waits_little() -> None:
 def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
     """Epochs of 20 steps of 50 ms, 3 ms of each waiting, and two seconds to the first batch."""
     stats = sample_stats(
-        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, h2d_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
+        step_ms=50.0, compute_ms=47.0, data_ms=3.0, copy_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
         starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
     )  # fmt: skip
     facts = loop_facts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)

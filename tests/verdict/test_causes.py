@@ -55,7 +55,7 @@ from lightning_feed.verdict.thresholds import (
 
 WAIT_MS = 40
 DATA: dict[str, Any] = {"data": WAIT_MS, "compute": 60}
-COPY: dict[str, Any] = {"h2d": 40, "compute": 60}
+COPY: dict[str, Any] = {"copy": 40, "compute": 60}
 OTHER: dict[str, Any] = {"other": 40, "compute": 60}
 FED: dict[str, Any] = {}
 TWO = {"num_workers": 2, "usable_cpus": 2}
@@ -70,8 +70,8 @@ def _measured(
     experiments: dict[str, Any] | None = None,
     **more: Any,
 ) -> Measurements:
-    given: dict[str, float] = {"other": 0.0, "data": 0.0, "h2d": 0.0, "compute": 100.0} | {
-        name: value for name, value in parts.items() if name in ("other", "data", "h2d", "compute")
+    given: dict[str, float] = {"other": 0.0, "data": 0.0, "copy": 0.0, "compute": 100.0} | {
+        name: value for name, value in parts.items() if name in ("other", "data", "copy", "compute")
     }
     step = sum(given.values())
     stats = StarvationStats(
@@ -79,11 +79,11 @@ def _measured(
         confidence="high",
         step_ms=step,
         other_ms=given["other"],
-        data_idle_ms=given["data"],
-        h2d_ms=given["h2d"],
+        data_ms=given["data"],
+        copy_ms=given["copy"],
         compute_ms=given["compute"],
         starved_pct=100 * given["data"] / step,
-        input_pct=100 * (given["data"] + given["h2d"]) / step,
+        input_pct=100 * (given["data"] + given["copy"]) / step,
         next_wait_ms=given["data"],
         hidden_wait_ms=0.0,
     )
@@ -109,7 +109,7 @@ def _cause(*args: Any, **more: Any) -> tuple[str, str]:
 
 
 RANKS = RankStats(
-    world_size=3, steps=400, starved_pct=30.0, max_data_idle_ms=30.0, slow_rank=2, data_idle_ms_by_rank=(1.0, 2.0, 30.0)
+    world_size=3, steps=400, starved_pct=30.0, max_data_ms=30.0, slow_rank=2, data_ms_by_rank=(1.0, 2.0, 30.0)
 )
 
 
@@ -591,13 +591,13 @@ _RANKS = st.none() | st.builds(
     RankStats,
     world_size=st.integers(1, 4),
     steps=st.integers(0, 100),
-    max_data_idle_ms=st.none() | _MS,
+    max_data_ms=st.none() | _MS,
     slow_rank=st.none() | st.integers(0, 3),
     starved_pct=_PCT,
-    data_idle_ms_by_rank=st.lists(_MS, max_size=4).map(tuple),
+    data_ms_by_rank=st.lists(_MS, max_size=4).map(tuple),
 )
 _STATS = st.fixed_dictionaries(
-    {"other": _MS, "data": _MS, "h2d": _MS, "compute": st.floats(1e-3, 1e3)},
+    {"other": _MS, "data": _MS, "copy": _MS, "compute": st.floats(1e-3, 1e3)},
     optional={
         "epoch_start_s": st.none() | st.floats(0, 100),
         "starved_low_pct": _PCT,
@@ -606,8 +606,8 @@ _STATS = st.fixed_dictionaries(
         "prefetch_active": st.none() | st.booleans(),
         "next_wait_ms": st.none() | _MS,
         "other_ms": st.none(),
-        "h2d_ms": st.none(),
-        "data_idle_ms": st.none(),
+        "copy_ms": st.none(),
+        "data_ms": st.none(),
         "compute_ms": st.none(),
         "starved_pct": st.none(),
         "step_ms": st.none() | st.just(0.0),

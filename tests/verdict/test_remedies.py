@@ -220,7 +220,7 @@ CONTRACTS = {
         },
     ),
     "batches in place": Contract(
-        run={"data": 0.0, "h2d": 40.0, **CUDA, "pin_memory": False, **BY_TORCH},
+        run={"data": 0.0, "copy": 40.0, **CUDA, "pin_memory": False, **BY_TORCH},
         changes="hand_over='slots'",
         code="AutotuneCallback()",
         step_ms=60.0,
@@ -234,7 +234,7 @@ CONTRACTS = {
             "a loop of the user's own": {"loop": "plain"},
             "validation": {"stage": "validate"},
             "small tensors, each a copy of its own": {"pin_memory": True, "tensors": 100, "size_bytes": 100_000},
-            "hidden": {"h2d": 2.0},
+            "hidden": {"copy": 2.0},
         },
     ),
     "faster decoder": Contract(
@@ -269,7 +269,7 @@ CONTRACTS = {
     "pinned memory": Contract(
         run={
             "data": 0.0,
-            "h2d": 40.0,
+            "copy": 40.0,
             **CUDA,
             "pin_memory": False,
         },
@@ -279,12 +279,12 @@ CONTRACTS = {
         without={
             "pinned already": {"pin_memory": True},
             "no GPU": {"device_type": "cpu"},
-            "hidden": {"h2d": 2.0},
+            "hidden": {"copy": 2.0},
             "batches can come in place": BY_TORCH,
         },
     ),
     "prefetch callback": Contract(
-        run={"data": 0.0, "h2d": 40.0, **CUDA},
+        run={"data": 0.0, "copy": 40.0, **CUDA},
         changes="prefetch_callback=True",
         code="PrefetchCallback()",
         step_ms=60.0,
@@ -441,7 +441,7 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
         "hooks": BAR,
         "bar_refresh_rate": 1,
         "other": 15.0,
-        "h2d": 10.0,
+        "copy": 10.0,
         **CUDA,
     }
     diagnosis = decide(measured(**run))
@@ -631,7 +631,7 @@ def test_workers_that_take_all_cpus_are_not_added_to(workers: int, cpus: int, lo
     assert _next(taken) == (TRY_NUMBERS if loaders == SCARCE else finds_lines)  # fewer leave CPUs to the model
     images = DECODING | taken
     assert _next(images) == f"{diagnosed} tries ways with less work for each sample"
-    other_remedy = images | CUDA | {"h2d": 30.0}
+    other_remedy = images | CUDA | {"copy": 30.0}
     assert _changes(other_remedy) == ["prefetch_callback=True"]
     assert _next(other_remedy) == _next(images)
     assert _next(taken | {"loop": "plain"}) == "make a batch with less work"
@@ -650,7 +650,7 @@ UNTRIED: dict[str, dict[str, Any]] = {
     "workers that read from a disk": {"loaders": COLD},
     "workers that nobody observed": {},
     "no workers": {"num_workers": 0, "load_cpu_ms": 40.0},
-    "another remedy, for the transfer": {"loaders": BUSY, "h2d": 30.0, **CUDA},
+    "another remedy, for the transfer": {"loaders": BUSY, "copy": 30.0, **CUDA},
 }
 """Training waits for batches that take time to make, and no number of workers was tried."""
 
@@ -886,9 +886,9 @@ PINNING = READY | {"handover_pct": 0.0, "pin_lag_ms": 38.0}
     [
         ({"loaders": READY}, WRAP, 40.0),
         ({"loaders": PINNING, **CUDA}, WRAP, 40.0),
-        ({"loaders": READY, "h2d": 20.0, **CUDA, "pin_memory": False}, WRAP, 60.0),
-        ({"data": 0.0, "h2d": 20.0, **CUDA}, WRAP, 20.0),
-        ({"loaders": BUSY, "h2d": 20.0, **CUDA, "pin_memory": False}, WRAP, 20.0),  # making batches is another matter
+        ({"loaders": READY, "copy": 20.0, **CUDA, "pin_memory": False}, WRAP, 60.0),
+        ({"data": 0.0, "copy": 20.0, **CUDA}, WRAP, 20.0),
+        ({"loaders": BUSY, "copy": 20.0, **CUDA, "pin_memory": False}, WRAP, 20.0),  # making batches is another matter
         ({"loaders": READY, "map_style": False}, WRAP, 40.0),  # a stream
         ({"loaders": READY, "map_style": False, "tuned": True}, WRAP, 40.0),
         ({"loaders": READY, "loader_code": replace(OWN_DATA, datamodule="")}, "AutotuneCallback()", 40.0),
@@ -912,7 +912,7 @@ def test_batches_in_place_save_at_most_what_handing_over_and_copying_takes(
 
 
 def test_the_callback_that_copies_ahead_comes_after_batches_in_place() -> None:
-    diagnosis = decide(measured(data=0.0, h2d=40.0, **CUDA, **BY_TORCH))
+    diagnosis = decide(measured(data=0.0, copy=40.0, **CUDA, **BY_TORCH))
     assert [remedy.changes for remedy in diagnosis.remedies] == ["hand_over='slots'", "prefetch_callback=True"]
 
 
@@ -925,5 +925,5 @@ def test_the_callback_that_copies_ahead_comes_after_batches_in_place() -> None:
     ],
 )
 def test_notes_say_why_batches_are_in_pageable_memory(facts: dict[str, Any], said: str) -> None:
-    diagnosis = decide(measured(data=0.0, h2d=40.0, **CUDA | {"pinned": False} | facts))
+    diagnosis = decide(measured(data=0.0, copy=40.0, **CUDA | {"pinned": False} | facts))
     assert diagnosis.notes[0].endswith(said)

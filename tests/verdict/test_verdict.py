@@ -24,18 +24,18 @@ from lightning_feed.verdict.thresholds import (
 )
 
 
-def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
-    step = other + data + h2d + compute
+def _stats(other: float = 0, data: float = 0, copy: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
+    step = other + data + copy + compute
     figures: dict[str, Any] = {
         "steps": 412,
         "confidence": "high",
         "step_ms": step,
         "other_ms": other,
-        "data_idle_ms": data,
-        "h2d_ms": h2d,
+        "data_ms": data,
+        "copy_ms": copy,
         "compute_ms": compute,
         "starved_pct": 100 * data / step,
-        "input_pct": 100 * (data + h2d) / step,
+        "input_pct": 100 * (data + copy) / step,
         "speedup_if_free": step / (step - data),
         "next_wait_ms": data,
         "hidden_wait_ms": 0.0,
@@ -48,7 +48,7 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
 
 
 @pytest.mark.parametrize(
-    ("other", "data", "h2d", "bottleneck"),
+    ("other", "data", "copy", "bottleneck"),
     [
         (FRAMEWORK_PCT, 0, 0, "framework"),
         (under(FRAMEWORK_PCT), 0, 0, "compute"),
@@ -65,8 +65,10 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
         (9, 6, 40, "copy"),
     ],
 )
-def test_bottleneck_follows_from_the_shares_of_the_step(other: float, data: float, h2d: float, bottleneck: str) -> None:
-    diagnosis = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
+def test_bottleneck_follows_from_shares_of_the_step(
+    other: float, data: float, copy: float, bottleneck: str
+) -> None:
+    diagnosis = _diagnose(other=other, data=data, copy=copy, compute=100 - other - data - copy)
     assert diagnosis.bottleneck == bottleneck
 
 
@@ -104,7 +106,7 @@ def test_zero_steps_give_no_verdict() -> None:
 
 
 def test_every_part_over_its_limit_gets_evidence_and_parts_of_the_step_get_notes() -> None:
-    diagnosis = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+    diagnosis = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, copy=6, compute=22)
     assert [line.split(")")[0] for line in diagnosis.evidence[:3]] == [
         "60.0 of 100.0 ms (60 %",
         "12.0 of 100.0 ms (12 %",
@@ -143,7 +145,7 @@ def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "h2d", "confidence"),
+    ("other", "copy", "confidence"),
     [
         (FRAMEWORK_PCT * (1 - 0.9 * CLOSE_SHARE), 0.0, "medium"),
         (FRAMEWORK_PCT * (1 + 0.9 * CLOSE_SHARE), 0.0, "medium"),
@@ -152,8 +154,8 @@ def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
         (0.0, COPY_PCT * (1 - 0.9 * CLOSE_SHARE), "medium"),
     ],
 )
-def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, confidence: str) -> None:
-    assert decide(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
+def test_a_share_close_to_its_limit_lowers_confidence(other: float, copy: float, confidence: str) -> None:
+    assert decide(measured(data=0.0, other=other, copy=copy)).confidence == confidence
 
 
 @pytest.mark.parametrize(
@@ -174,14 +176,14 @@ def test_short_steps_get_a_note_on_larger_batches(step: float, toy: bool, noted:
 def test_notes_begin_with_the_longest_part() -> None:
     hooks = [HookTime(name="[Callback]Slow.on_train_batch_end", ms_per_step=12.0)]
     pinned = {"device_type": "cuda", "pin_memory": False}
-    small = decide(measured(data=0.0, other=12.0, h2d=30.0, hooks=hooks, **pinned))
-    large = decide(measured(data=0.0, other=30.0, h2d=12.0, hooks=hooks, **pinned))
+    small = decide(measured(data=0.0, other=12.0, copy=30.0, hooks=hooks, **pinned))
+    large = decide(measured(data=0.0, other=30.0, copy=12.0, hooks=hooks, **pinned))
     assert [note.split()[0] for note in small.notes] == ["batches", "[Callback]Slow.on_train_batch_end"]
     assert [note.split()[0] for note in large.notes] == ["[Callback]Slow.on_train_batch_end", "batches"]
 
 
 def test_time_between_steps_and_its_share_are_one_figure() -> None:
-    run = measured(data=0.0, h2d=20.0, other=30.0, device_type="cpu", batch_hooks=False, num_workers=2)
+    run = measured(data=0.0, copy=20.0, other=30.0, device_type="cpu", batch_hooks=False, num_workers=2)
     diagnosis = decide(run)
     assert diagnosis.bottleneck == "framework"
     assert "50.0 of 100.0 ms (50 %) between the steps" in diagnosis.evidence
