@@ -154,8 +154,8 @@ def inner_loaders(trainer: AnyTrainer, stage: Stage) -> list[Any]:
 
 
 def prefetch_active(trainer: AnyTrainer) -> bool | None:
-    """True if a PrefetchCallback of this Trainer is active. None without one, or on a CPU, to which nothing is copied."""
+    """True if a PrefetchCallback of this Trainer is active. None without one, and on a CPU, where nothing is copied."""
     prefetchers = [callback for callback in _host.callbacks_of(trainer) if isinstance(callback, PrefetchCallback)]
-    if not prefetchers or trainer.strategy.root_device.type == "cpu":
-        return None
-    return any(prefetcher.active for prefetcher in prefetchers)
+    if any(prefetcher.active for prefetcher in prefetchers):
+        return True
+    return None if not prefetchers or trainer.strategy.root_device.type == "cpu" else False

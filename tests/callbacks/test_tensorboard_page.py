@@ -86,7 +86,6 @@ def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", log_
     [
         "feed/starved_pct",
         "feed/speedup_if_free",
-        "feed/prefetch_active",
         "feed_step/step_ms",
         "feed_step/compute_ms",
         "feed_step/copy_ms",
