@@ -13,6 +13,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.autotune_lines import cost_of, described, too_short, tried
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
+from lightning_feed.callbacks.starvation_facts import time_left
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.callbacks.tuned_loader import TunedLoader
@@ -231,16 +232,16 @@ class AutotuneCallback(Callback):
         if any(gather(trainer, self._loader.has_changed())):
             self._give_up(trainer, _CHANGES)
             return
-        time_left = self._time_left(trainer, run)
-        if self.budget_s is None and not time_left.pays_for_trials:
-            self._give_up(trainer, too_short(time_left))
+        left = self._time_left(trainer, run)
+        if self.budget_s is None and not left.pays_for_trials:
+            self._give_up(trainer, too_short(left))
             self.decided = False
             return
         with run.trials():
-            if not self._may_try(trainer, time_left):
+            if not self._may_try(trainer, left):
                 return
             self._loader.undecided = False
-            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run, time_left)
+            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run, left)
             self.decided = True
             if tuned is not None:
                 self._apply(trainer, tuned)
@@ -252,13 +253,13 @@ class AutotuneCallback(Callback):
         self._loader.undecided = False
         self._do_nothing(trainer, why)
 
-    def _may_try(self, trainer: Trainer, time_left: TimeLeft) -> bool:
+    def _may_try(self, trainer: Trainer, left: TimeLeft) -> bool:
         """Rehearse the loader. Returns False if nothing may be tried, or only in a later epoch."""
         assert self._loader is not None
         if self._rehearsal is not None:
             return True
         loader = self._loader.original
-        self._rehearsal = self._rehearse(trainer, loader, time_left.budget_s(gain=0.0))
+        self._rehearsal = self._rehearse(trainer, loader, left.budget_s(gain=0.0))
         why_not = why_left_alone(loader, self._rehearsal)
         if not fills_a_cache(loader, self._rehearsal):
             if why_not:
@@ -408,21 +409,11 @@ class AutotuneCallback(Callback):
 
     def _time_left(self, trainer: AnyTrainer, run: StarvationRun) -> TimeLeft:
         """The rest of the fit, for the rank that has least time."""
-        steps, epochs = _host.steps_left(trainer)
-        begun = trainer.current_epoch - self._first_epoch + 1
-        validation_s = run.wall.seconds("validation") / begun
-        left = TimeLeft(
-            steps=steps,
-            step_s=1e-3 * (self._before_ms or 0.0),
-            epochs=epochs,
-            epoch_start_s=run.main.measurements(prefetch_active=None).stats.epoch_start_s or 0.0,
-            validation_s=validation_s,
-            limit_s=_host.seconds_left(trainer),
-        )
-        of_ranks: list[TimeLeft] = gather(trainer, left)
+        stats = run.main.measurements(prefetch_active=None).stats
+        of_ranks: list[TimeLeft] = gather(trainer, time_left(trainer, stats, run.wall))
         return min(of_ranks, key=lambda of_rank: of_rank.seconds)
 
-    def _tune(self, trainer: AnyTrainer, run: StarvationRun, time_left: TimeLeft) -> Tuned | None:
+    def _tune(self, trainer: AnyTrainer, run: StarvationRun, left: TimeLeft) -> Tuned | None:
         assert self._loader is not None
         measured = run.main.measurements(prefetch_active=None)
         ranks = gather(trainer, (work_of(measured), measured.stats.input_pct))
@@ -430,8 +421,8 @@ class AutotuneCallback(Callback):
         works = [work for work, _ in ranks]
         goal = replace(
             self._goal(trainer, slowest_work(works)),
-            time_left=time_left if self.budget_s is None else None,
-            own_step_s=time_left.step_s or None,
+            time_left=left if self.budget_s is None else None,
+            own_step_s=left.step_s or None,
             steps_per_epoch=_host.batches_of(trainer, "fit") or math.inf,
         )
         assert self._rehearsal is not None

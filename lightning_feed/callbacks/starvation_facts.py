@@ -18,6 +18,9 @@ from lightning_feed.measure.facts import is_instance, loader_facts, training_loa
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_code import code_of, users_line
 from lightning_feed.measure.measurements import DataModuleFacts, HookCode, LoaderCode, LoopFacts, TrainerFacts
+from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.wall import WallStats
+from lightning_feed.trials.time_left import TimeLeft
 
 _INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
 """Names of callbacks' constructor parameters that make them work only every N steps."""
@@ -98,6 +101,19 @@ def _interval_of_one(callback: object) -> str:
 
 
 _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
+
+
+def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> TimeLeft:
+    """The rest of a fit, by what was measured in it so far."""
+    steps, epochs = _host.steps_left(trainer)
+    return TimeLeft(
+        steps=steps,
+        step_s=1e-3 * (stats.step_ms or 0.0),
+        epochs=epochs,
+        epoch_start_s=stats.epoch_start_s or 0.0,
+        validation_s=wall.seconds("validation") / max(1, wall.times("epoch starts")),
+        limit_s=_host.seconds_left(trainer),
+    )
 
 
 def was_tuned(trainer: AnyTrainer) -> bool:

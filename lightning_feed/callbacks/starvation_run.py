@@ -1,5 +1,6 @@
 """One run of a Trainer, measured from its start to its end."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from functools import partial
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
-from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, was_tuned
+from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, time_left, was_tuned
 from lightning_feed.load.streams import RepeatedBatches
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
@@ -342,7 +343,7 @@ class StarvationRun:
         measured = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
         return Measurements(
             stats=measured.stats,
-            facts=self._with_facts_of_the_run(measured.facts),
+            facts=self._with_facts_of_the_run(measured.facts, measured.stats),
             loaders=measured.loaders,
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._ranks_so_far(),
@@ -359,23 +360,28 @@ class StarvationRun:
             return None
         return self.nvml.steady_util_pct()
 
-    def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
+    def _with_facts_of_the_run(self, facts: LoopFacts, stats: StarvationStats) -> LoopFacts:
         """Add the facts that become known only while the loop runs."""
         repeated = None if self._repeats is None else self._repeats.repeated
         return replace(
             facts,
             loader=replace(facts.loader, repeated=repeated),
-            trainer=self._trainer_facts(facts.trainer),
+            trainer=self._trainer_facts(facts.trainer, stats),
             others_cpu_pct=None if self._cpus is None else self._cpus.others_pct(facts.usable_cpus),
             syncs=self._syncs(self.main.facts),
             cut_short=self._cut_short,
         )
 
-    def _trainer_facts(self, facts: TrainerFacts) -> TrainerFacts:
-        """The facts about the Trainer. Whether trials have decided the number of workers is known after them."""
+    def _trainer_facts(self, facts: TrainerFacts, stats: StarvationStats) -> TrainerFacts:
+        """The facts about the Trainer, with those that change while it runs."""
         if self.stage != "fit":
             return facts
-        return replace(facts, tuned=self._guard.attempt("read results of trials", was_tuned, self._trainer))
+        left_s = time_left(self._trainer, stats, self.wall).seconds
+        return replace(
+            facts,
+            tuned=self._guard.attempt("read results of trials", was_tuned, self._trainer),
+            left_s=left_s if math.isfinite(left_s) else None,
+        )
 
     def _ranks_so_far(self) -> RankStats | None:
         if self._rank_total is None and self._ranks is not None:

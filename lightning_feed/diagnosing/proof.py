@@ -27,9 +27,9 @@ class Proof:
     """Step times of two fits, one after the other, with the same training but different loader settings."""
 
     own_ms: float
-    """Step time with the user's setting."""
+    """Step time with the user's setting, with its share of the start of an epoch's workers."""
     chosen_ms: float
-    """Step time with the setting that the trials chose."""
+    """Step time with the setting that the trials chose, with the same share."""
 
     @property
     def holds(self) -> bool:
@@ -62,7 +62,7 @@ def prove(session: Session, tuned: Tuned, *, seconds: float) -> Proof | None:
     own_ms = _step_ms(session, idle_copy, tuned.own, seconds)
     if chosen_ms is None or own_ms is None:
         return None
-    return Proof(own_ms=own_ms, chosen_ms=chosen_ms)
+    return Proof(own_ms=tuned.with_start_ms(tuned.own, own_ms), chosen_ms=tuned.with_start_ms(tuned.setting, chosen_ms))
 
 
 def _step_ms(session: Session, make: Callable[[Any], Any], setting: Setting, seconds: float) -> float | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -14,7 +15,14 @@ from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.worker import original_error
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
 from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself
-from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, rehearsal_of, why_fixed, why_left_alone, work_of
+from lightning_feed.trials.in_fit import (
+    KEEPS,
+    fills_a_cache,
+    rehearsal_of,
+    why_fixed,
+    why_left_alone,
+    work_of,
+)
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
@@ -83,13 +91,26 @@ def measure_workers(session: Session) -> None:
         why_not = KEEPS
     if why_not:
         raise NotMeasurable(why_not)
-    goal = Goal(work=work or TrainingWork(), budget_s=session.share_s)
+    goal = Goal(
+        work=work or TrainingWork(),
+        budget_s=session.share_s,
+    )
+    if work is not None and session.measured is not None:
+        facts = session.measured.facts
+        goal = replace(
+            goal,
+            device_type=facts.device_type,
+            own_step_s=1e-3 * (session.measured.stats.step_ms or 0.0) or None,
+            steps_per_epoch=facts.batches_per_epoch or math.inf,
+        )
     try:
         tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
     except NoAnswer as error:
         raise NotMeasurable(str(error)) from error
     trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
-    session.note(tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason)
+    session.note(
+        tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason, inconclusive=tuned.inconclusive
+    )
     session.tuned = tuned
 
 

@@ -169,6 +169,8 @@ class ExperimentResults:
     pinning."""
     tried: tuple[TriedSetting, ...] = ()
     """Settings of the loader that were tried, in the order of their numbers of workers."""
+    inconclusive: bool = False
+    """True if trials of numbers of workers did not imitate training, so that nothing follows from them."""
     why_chosen: str = ""
     """The reason for the choice among the tried settings, in one sentence."""
     own_fit_ms: float | None = None

@@ -163,6 +163,8 @@ class TrainerFacts:
     """Training steps between checkpoints; None unless exactly one ModelCheckpoint saves by steps."""
     bar_refresh_rate: int | None = None
     """Batches between updates of the progress bar; 0 if it is off."""
+    left_s: float | None = None
+    """Seconds until the fit ends, as far as its own steps tell; None if it has no end, or if that is not known."""
     tuned: bool | None = None
     """True if an AutotuneCallback is among the Trainer's callbacks."""
 

@@ -178,9 +178,10 @@ class _Adviser:
         return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
 
     def _is_short(self) -> bool:
-        """True if the run was over before trials in it could return what they take."""
+        """True if the whole run is too short for trials in it to return what they take."""
         wall = self.measured.wall
-        return wall is not None and wall.run_s < LEAST_S
+        left_s = self.facts.trainer.left_s
+        return wall is not None and left_s is not None and wall.run_s + left_s < LEAST_S
 
     def _to_a_verdict(self) -> str:
         results = self.measured.experiments

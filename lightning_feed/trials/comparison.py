@@ -24,11 +24,11 @@ class Comparison:
         self.tuned = tuned
         self.setting = settings[0]
         self._left = list(settings[1:])
-        self._steps_ms = {tuned.own: self._with_start_ms(tuned.own, own_ms)}
+        self._steps_ms = {tuned.own: tuned.with_start_ms(tuned.own, own_ms)}
 
     def note(self, step_ms: float) -> None:
         """Note the time of a step with the setting in use, in milliseconds."""
-        self._steps_ms[self.setting] = self._with_start_ms(self.setting, step_ms)
+        self._steps_ms[self.setting] = self.tuned.with_start_ms(self.setting, step_ms)
 
     def go_on(self) -> bool:
         """Take the next setting. Returns False if none is left."""
@@ -57,7 +57,3 @@ class Comparison:
 
     def _adds_slots(self, setting: Setting) -> bool:
         return setting.in_place and not self.tuned.own.in_place
-
-    def _with_start_ms(self, setting: Setting, step_ms: float) -> float:
-        trial = self.tuned.trial_of(setting)
-        return step_ms + (0.0 if trial is None else 1e3 * trial.start_share_s)

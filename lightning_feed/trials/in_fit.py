@@ -1,6 +1,7 @@
 """Tuning within a fit: the goal of a run, one result for all ranks, and the tuned loader."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -116,6 +117,17 @@ def is_known(trainer: Any, loaders: list[Any]) -> bool:
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader) or trainer.lightning_module is None:
         return False
     return any(map(Store().may_know, keys_in_fit(loaders[0], trainer, Rehearsal())))
+
+
+def steps_per_epoch(trainer: Any, loader: DataLoader[Batch]) -> float:
+    """Return the batches of an epoch, before a fit; infinite if unknown."""
+    batches = size_of(loader)
+    if batches is None:
+        return math.inf
+    limit = trainer.limit_train_batches
+    if isinstance(limit, float):
+        return max(1, int(batches * limit))
+    return max(1, min(batches, limit or batches))
 
 
 def name_of_model(module: torch.nn.Module) -> str:

@@ -119,6 +119,8 @@ class Choice:
     """All trials, in the order in which their settings were first tried."""
     finished: bool = True
     """False if the time ended the search before all was tried."""
+    inconclusive: bool = False
+    """True if trials did not imitate training, so that nothing follows from them."""
 
 
 class OutOfTime(Exception):
@@ -267,7 +269,7 @@ class _Search:
         own = self._trials[self._space.own]
         measured_ms = 1e3 * (self._space.own_s or 0.0)
         reason = f"with it, trials took {_in_ms(own)} a step and training {measured_ms:.3g}, so they would not tell"
-        return Choice(setting=own.setting, reason=reason, trials=(own,), finished=False)
+        return Choice(setting=own.setting, reason=reason, trials=(own,), finished=False, inconclusive=True)
 
     @staticmethod
     def _is_faster_in_each_turn(best: Trial, own: Trial) -> bool:

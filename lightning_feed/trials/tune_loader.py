@@ -120,6 +120,8 @@ class Tuned:
     batch_size: int | None = None
     whole: bool = True
     """True if the search was not ended by time, and not disturbed by other programs. Only such results are stored."""
+    inconclusive: bool = False
+    """True if trials did not imitate training, so that nothing follows from them."""
     remembered: bool = False
     """True if an earlier run of the same program found the setting."""
     seconds: float = 0.0
@@ -132,6 +134,11 @@ class Tuned:
         """The trial with the workers of a setting; None if these were not tried, or could not run."""
         wanted = _what_is_tried(setting)
         return next((trial for trial in self.trials if _what_is_tried(trial.setting) == wanted and trial.steps_s), None)
+
+    def with_start_ms(self, setting: Setting, step_ms: float) -> float:
+        """Add the share of a step in the start of an epoch's workers, as far as trials have shown it, in ms."""
+        trial = self.trial_of(setting)
+        return step_ms + (0.0 if trial is None else 1e3 * trial.start_share_s)
 
     @property
     def step_s(self) -> float | None:
@@ -265,6 +272,7 @@ class _Run:
             reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
+            inconclusive=choice.inconclusive,
             batch_size=self.loader.batch_size,
             whole=choice.finished and not is_busy(others, self.machine),
             seconds=self._clock() - self._began_s,
@@ -399,7 +407,7 @@ class Store:
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
-    def save(self, key: Key, tuned: Tuned, *, final: bool = True) -> None:
+    def save(self, key: Key, tuned: Tuned, *, final: bool = False) -> None:
         """Save a result under ``key``, replacing any earlier one.
 
         A final result also holds for a run whose loader has the setting by then. Batches come in place by a callback or
@@ -408,7 +416,7 @@ class Store:
         Args:
             key: the conditions of the result.
             tuned: the result.
-            final: False if training itself has still to compare.
+            final: True if training itself has compared, or need not.
         """
         self._write(key, tuned)
         if final and tuned.setting != tuned.own and not tuned.setting.in_place:

@@ -32,7 +32,15 @@ from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
-from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, name_of_model, rehearsal_of, why_fixed, why_left_alone
+from lightning_feed.trials.in_fit import (
+    KEEPS,
+    fills_a_cache,
+    name_of_model,
+    rehearsal_of,
+    steps_per_epoch,
+    why_fixed,
+    why_left_alone,
+)
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
@@ -72,6 +80,8 @@ def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
     """
     lines = ["workers  ahead  measured"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
+    if any(trial.start_share_s for trial in tuned.trials):
+        lines += ["", "Each step has its share of the time in which an epoch's workers start."]
     how = "found by an earlier run" if tuned.remembered else f"{plural(len(tuned.trials), 'setting')} tried"
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
     if tuned.setting == tuned.own:
@@ -334,7 +344,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     if why_not:
         raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
     device = session.trainer.strategy.root_device
-    goal = replace(goal, device_type=device.type)
+    goal = replace(goal, device_type=device.type, steps_per_epoch=steps_per_epoch(session.trainer, loader))
     with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
         if session.model is not None:
             bar.set_description_str("tune: the training step")
@@ -359,7 +369,7 @@ def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, rehearsal: R
         return tuned
     tuned = proven(tuned, proof)
     if tuned.whole:
-        Store().save(key_of(loader, goal, session.machine, rehearsal), tuned)
+        Store().save(key_of(loader, goal, session.machine, rehearsal), tuned, final=True)
     return tuned
 
 

@@ -210,7 +210,8 @@ def may_try_workers(measured: Measurements, cause: Cause | None) -> bool:
         cause: the cause of waiting for data; None if there is no waiting.
     """
     loader = measured.facts.loader
-    if measured.diagnosed or measured.facts.trainer.tuned or not _may_add_workers(loader):
+    was_tried = measured.diagnosed and not measured.experiments.inconclusive
+    if was_tried or measured.facts.trainer.tuned or not _may_add_workers(loader):
         return False
     if cause in _MADE_SLOWLY:
         return cause in _BLOCKED or not workers_fill_cpus(measured)
