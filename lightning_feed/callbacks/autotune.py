@@ -138,6 +138,8 @@ class AutotuneCallback(Callback):
         """Number of finished steps before which no trial runs; infinite if none may run in this epoch."""
         self._before_ms: float | None = None
         """Mean time of a step before the trials, in milliseconds."""
+        self._before_noise_ms = 0.0
+        """Half the width of its 95 % interval."""
         self._input_pct = 0.0
         """Share of a step before the trials that waited for data or for its copy: the longest of all ranks."""
         self._rehearsal: Rehearsal | None = None
@@ -229,6 +231,7 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         self._waits_for_steps = False
         self._before_ms = mean_step_ms(run)
+        self._before_noise_ms = step_noise_ms(run)
         if any(gather(trainer, self._loader.has_changed())):
             self._give_up(trainer, _CHANGES)
             return
@@ -447,8 +450,9 @@ class AutotuneCallback(Callback):
         else:
             self._announce(trainer, tuned)
         own_ms = max((before or math.inf) for before in gather(trainer, self._before_ms))  # the slowest rank counts
+        own_noise_ms = max(gather(trainer, self._before_noise_ms))
         self._tuned = tuned
-        self._comparison = Comparison(tuned, settings, own_ms)
+        self._comparison = Comparison(tuned, settings, own_ms, own_noise_ms)
         self._use_next(trainer)
 
     def _use_next(self, trainer: AnyTrainer) -> None:
@@ -482,7 +486,7 @@ class AutotuneCallback(Callback):
         assert comparison is not None
         assert self._loader is not None
         step_ms = max((after or math.inf) for after in gather(trainer, mean_step_ms(run)))
-        comparison.note(step_ms)
+        comparison.note(step_ms, max(gather(trainer, step_noise_ms(run))))
         if comparison.go_on():
             self._use_next(trainer)
             run.restart()
@@ -573,3 +577,11 @@ class AutotuneCallback(Callback):
 def mean_step_ms(run: StarvationRun) -> float | None:
     """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
+
+
+def step_noise_ms(run: StarvationRun) -> float:
+    """Half the width of the 95 % interval of that mean, in milliseconds; 0.0 if it is not known."""
+    stats = run.main.measurements(prefetch_active=None).stats
+    if stats.step_low_ms is None or stats.step_high_ms is None:
+        return 0.0
+    return (stats.step_high_ms - stats.step_low_ms) / 2

@@ -21,6 +21,7 @@ from torch import multiprocessing
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.collate import relayed
+from lightning_feed.load.killed import note_ticks
 from lightning_feed.load.open_files import read_alone
 from lightning_feed.load.slots import own_forks
 
@@ -180,6 +181,7 @@ class Child(Generic[Result]):
         """
         self._receiver.close()
         if self._process.pid is not None:
+            note_ticks(self._process.pid)
             with suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended with all its workers
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_feed.load.killed import killed_ticks
 from lightning_feed.measure.measurements import HostTimes
 from lightning_feed.storage.memory_limits import read_text
 
@@ -66,7 +67,7 @@ class CpuShare:
         return CpuTicks(len(cpus), whole, busy, self._own())
 
     def _own(self) -> int:
-        """Ticks of this process and its descendants, including descendants that ended and were waited for."""
+        """Ticks of this process and its descendants, with those that were waited for or killed."""
         parents: dict[int, int] = {}
         ticks: dict[int, int] = {}
         for folder in self._proc.iterdir():
@@ -81,7 +82,7 @@ class CpuShare:
         while generation:
             family |= generation
             generation = {pid for pid, parent in parents.items() if parent in family} - family
-        return sum(ticks.get(pid, 0) for pid in family)
+        return killed_ticks() + sum(ticks.get(pid, 0) for pid in family)
 
 
 def _read_cpus(file: Path) -> list[list[int]]:

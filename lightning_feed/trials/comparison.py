@@ -1,5 +1,6 @@
 """Settings that training itself compares, after trials have left few of them."""
 
+import math
 from collections.abc import Sequence
 
 from lightning_feed.load.settings import Setting
@@ -14,20 +15,28 @@ class Comparison:
         tuned: the result of the trials.
         settings: the settings to compare with the user's, in this order.
         own_ms: time of a step with the user's setting, in milliseconds.
+        own_noise_ms: half the width of the 95 % interval of that time.
 
     Attributes:
         tuned: as given.
         setting: the setting in use.
     """
 
-    def __init__(self, tuned: Tuned, settings: Sequence[Setting], own_ms: float) -> None:
+    def __init__(self, tuned: Tuned, settings: Sequence[Setting], own_ms: float, own_noise_ms: float = 0.0) -> None:
         self.tuned = tuned
         self.setting = settings[0]
         self._left = list(settings[1:])
+        self._noise_ms = {tuned.own: own_noise_ms}
         self._steps_ms = {tuned.own: tuned.with_start_ms(tuned.own, own_ms)}
 
-    def note(self, step_ms: float) -> None:
-        """Note the time of a step with the setting in use, in milliseconds."""
+    def note(self, step_ms: float, noise_ms: float = 0.0) -> None:
+        """Note the time of a step with the setting in use, in milliseconds.
+
+        Args:
+            step_ms: the mean.
+            noise_ms: half the width of its 95 % interval.
+        """
+        self._noise_ms[self.setting] = noise_ms
         self._steps_ms[self.setting] = self.tuned.with_start_ms(self.setting, step_ms)
 
     def go_on(self) -> bool:
@@ -42,18 +51,21 @@ class Comparison:
         return self._steps_ms[setting]
 
     def fastest(self) -> Setting:
-        """The setting with the shortest steps; the user's own unless another gains.
+        """The setting with the shortest steps; the user's own unless another gains more than the noise.
 
-        The trials have shown a gain of their choice, so its steps must only not be longer. Those of settings that
-        trials cannot tell must be clearly shorter: no workers, and the user's own workers with batches in place.
+        The trials have shown a gain of their choice. Settings whose gain trials cannot tell must gain more than 3 %,
+        too: no workers, and the user's own workers with batches in place.
         """
-        best = self.tuned.own
-        best_ms = self.step_ms(best)
-        for setting, step_ms in self._steps_ms.items():
-            factor = 1.0 if setting == self.tuned.setting and not self._adds_slots(setting) else ALIKE
-            if factor * step_ms <= self.step_ms(self.tuned.own) and (step_ms < best_ms or best == self.tuned.own):
-                best, best_ms = setting, step_ms
-        return best
+        gaining = [setting for setting in self._steps_ms if self._gains(setting)]
+        return min(gaining, key=self.step_ms, default=self.tuned.own)
+
+    def _gains(self, setting: Setting) -> bool:
+        own = self.tuned.own
+        gain_ms = self.step_ms(own) - self.step_ms(setting)
+        noise_ms = math.hypot(self._noise_ms[own], self._noise_ms[setting])  # of the difference of two means
+        was_shown = setting == self.tuned.setting and not self._adds_slots(setting)
+        least_ms = 0.0 if was_shown else (ALIKE - 1) * self.step_ms(setting)
+        return setting != own and gain_ms >= max(noise_ms, least_ms)
 
     def _adds_slots(self, setting: Setting) -> bool:
         return setting.in_place and not self.tuned.own.in_place

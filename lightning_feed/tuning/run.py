@@ -368,8 +368,7 @@ def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, rehearsal: R
     if proof is None:
         return tuned
     tuned = proven(tuned, proof)
-    if tuned.whole:
-        Store().save(key_of(loader, goal, session.machine, rehearsal), tuned, final=True)
+    Store().save(key_of(loader, goal, session.machine, rehearsal), tuned, final=True)
     return tuned
 
 

@@ -67,6 +67,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     monkeypatch.setattr(time_left, "LEAST_S", 0.0)  # these fits end at once
     monkeypatch.setattr(time_left, "BLIND_SHARE", math.inf)
     monkeypatch.setattr(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
+    monkeypatch.setattr(autotune_module, "step_noise_ms", lambda run: 0.0)
     work_of = autotune_module.work_of
 
     def short_work(measured: Any) -> TrainingWork | None:

@@ -13,6 +13,7 @@ import torch
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.child import run_in_children
+from lightning_feed.load.killed import killed_ticks
 
 
 def test_children_run_in_separate_processes_and_all_answer() -> None:
@@ -51,6 +52,32 @@ def test_a_child_computes_with_the_threads_it_is_given(threads: int) -> None:
         torch.set_num_threads(usual)
     assert used == threads
     assert total == pytest.approx(float(expected))
+
+
+def test_the_cpu_time_of_processes_that_children_leave_behind_is_known() -> None:
+    """The kernel gives it to nobody, and it would count as that of other programs."""
+
+    def work() -> int:
+        done, write = os.pipe()
+        if not os.fork():
+            burn(0.3)
+            os.write(write, b"x")
+            signal.pause()
+        os.read(done, 1)
+        return burn(0.3)
+
+    def burn(seconds: float) -> int:
+        while time.process_time() < seconds:
+            sum(range(1000))
+        return 1
+
+    def known_s() -> float:
+        times = os.times()
+        return times.children_user + times.children_system + killed_ticks() / os.sysconf("SC_CLK_TCK")
+
+    before_s = known_s()
+    run_in_children([work], timeout_s=60)
+    assert known_s() - before_s > 0.55  # ticks of 10 ms
 
 
 def test_reading_in_a_child_moves_no_file_of_the_parent(tmp_path: Path) -> None:

@@ -60,8 +60,7 @@ def test_text_report_of_a_starved_gpu_has_the_expected_lines() -> None:
     assert as_text(_bare()).splitlines() == [
         "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
         "(95 % CI 32-36, confidence high, 412 steps)",
-        "step 87.2 ms = compute 52.9 | data 29.6 | copy 1.1 | other 3.6"
-        "        if data were free: 1.51 x as fast",
+        "step 87.2 ms = compute 52.9 | data 29.6 | copy 1.1 | other 3.6        if data were free: 1.51 x as fast",
         "cause cpu",
         "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
         "fix   FastDataModule(loader=LoaderSettings(num_workers=14))    # num_workers 6 -> 14; 20 CPUs may be used "

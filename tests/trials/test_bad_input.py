@@ -34,6 +34,15 @@ ONE = workers(1)
 either = pytest.mark.parametrize("setting", [NONE, ONE], ids=["none", "one"])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_workers_of_other_tests() -> None:
+    """Loaders that keep their workers live until they are collected, with all that refers to them."""
+    gc.collect()
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
 class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return 12

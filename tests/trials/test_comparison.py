@@ -47,6 +47,14 @@ def test_batches_in_place_must_gain_clearly(step_ms: float, expected: Setting) -
     assert compared(10.0, {IN_PLACE: step_ms}, chosen=IN_PLACE) == expected
 
 
+@pytest.mark.parametrize(("noise_ms", "expected"), [(0.5, CHOSEN), (1.0, OWN)])
+def test_a_gain_within_the_noise_is_none(noise_ms: float, expected: Setting) -> None:
+    tuned = Tuned(setting=CHOSEN, own=OWN, reason="", trials=())
+    comparison = Comparison(tuned, [CHOSEN], 10.0, noise_ms)
+    comparison.note(9.0, noise_ms)
+    assert comparison.fastest() == expected
+
+
 def test_the_start_of_workers_counts() -> None:
     """Steps without workers are 2 ms longer, but four workers start for 5 ms of each step."""
     assert compared(10.0, {NONE: 12.0}) == OWN

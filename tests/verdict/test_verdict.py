@@ -65,9 +65,7 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
         (9, 6, 40, "copy"),
     ],
 )
-def test_bottleneck_follows_from_shares_of_the_step(
-    other: float, data: float, copy: float, bottleneck: str
-) -> None:
+def test_bottleneck_follows_from_shares_of_the_step(other: float, data: float, copy: float, bottleneck: str) -> None:
     diagnosis = _diagnose(other=other, data=data, copy=copy, compute=100 - other - data - copy)
     assert diagnosis.bottleneck == bottleneck
 
