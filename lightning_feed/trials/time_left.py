@@ -9,7 +9,7 @@ MOST_S = 30.0
 """Longest time of trials."""
 BLIND_SHARE = 0.1
 """Share of the time left that trials may take before any setting was faster than the user's."""
-GAIN_SHARE = 0.5
+GAIN_SHARE = 0.25
 """Share of the time that a setting saves which further trials may take."""
 
 
