@@ -76,8 +76,8 @@ class AutotuneCallback(Callback):
     less than 3 % shorter with batches in place, the callback returns to your setting. The result is remembered for this
     machine, model and data, and the next run begins with it.
 
-    Trials take at most a tenth of the time that is left in the fit, and up to a quarter of what a setting already saves in
-    it. A fit that ends within a minute gets none, unless you set a budget.
+    Trials take at most a tenth of the time that is left in the fit, and up to a quarter of what a setting already saves.
+    A fit that ends within a minute gets none, unless you set a budget.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do if you set it by hand. Workers start anew in each epoch, unless yours
