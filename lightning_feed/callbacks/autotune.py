@@ -76,7 +76,7 @@ class AutotuneCallback(Callback):
     less than 3 % shorter with batches in place, the callback returns to your setting. The result is remembered for this
     machine, model and data, and the next run begins with it.
 
-    Trials take at most a tenth of the time that is left in the fit, and up to a quarter of what a setting already saves.
+    Trials take at most a tenth of the time that is left in the fit, and a quarter of what a setting already saves.
     A fit that ends within a minute gets none, unless you set a budget.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
