@@ -437,14 +437,16 @@ class AutotuneCallback(Callback):
         from_trials = tuned
         tuned = self._beyond_trials(trainer, from_trials)
         settings = [tuned.setting]
-        if tuned.without_workers is not None:
+        if tuned.without_workers is not None and tuned.own.in_order:  # else the epoch cannot change its loader
             settings.append(tuned.without_workers)
         settings = [setting for setting in dict.fromkeys(settings) if setting != tuned.own]
         if tuned is from_trials and (not settings or tuned.without_workers is None):
             self._save(trainer, tuned, final=not settings)
-        if not settings:
+        rounds = max(gather(trainer, len(settings)))  # nodes may have different results, and all ranks take part
+        if not rounds:
             self._announce(trainer, tuned)
             return
+        settings += [tuned.setting] * (rounds - len(settings))
         if tuned.setting == tuned.own:
             self._say(trainer, f"AutotuneCallback keeps {tuned.own} for now: {tuned.reason}.")
         else:
@@ -460,12 +462,17 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         assert self._comparison is not None
         setting = self._comparison.setting
-        if setting != self._comparison.tuned.setting:
+        tuned = self._comparison.tuned
+        if setting not in (tuned.setting, self._loader.setting):
             reason = f"training itself compares {setting}, whose gain trials cannot tell"
             self._note_move(trainer, setting, reason)
             self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: {reason}.")
-        if not self._loader.switch(setting):
-            self._comparison = None  # it comes with the next epoch
+        has_changed = setting == self._loader.setting or self._loader.switch(setting)
+        if all(gather(trainer, has_changed)):
+            return
+        self._comparison = None
+        if self._loader.setting != tuned.setting:  # the choice of the trials comes with the next epoch
+            self._loader.switch(tuned.setting)
 
     def _beyond_trials(self, trainer: AnyTrainer, tuned: Tuned) -> Tuned:
         """The result, or batches in place if the trials chose the user's setting, but may have missed what they gain.

@@ -479,6 +479,19 @@ def test_no_workers_are_compared_by_training_where_trials_cannot_tell(
     assert (again.seen[0][0] == 0) == (expected == 0)  # remembered, where it gained
 
 
+def test_no_workers_are_not_compared_where_an_epoch_cannot_change_its_loader(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials.steps_s = {0: 0.001, 1: 0.09}
+    monkeypatch.setattr(search, "UNLIKE", 1.25)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: 10.0)
+    watching = Watching()
+    callback = AutotuneCallback(max_workers=3)
+    fit([callback, watching], plain(batch_size=1, num_workers=1, in_order=False), max_epochs=2)
+    assert callback.moves == ()
+    assert watching.last == [1, 1]
+
+
 def test_the_next_run_starts_with_the_setting_found_earlier(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     fit([AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
     tried = len(trials.settings)
