@@ -44,7 +44,6 @@ FAULTS = (
     "small kernels",
     "progress bar reads the loss",
     "copies from pageable memory",
-    "nvJPEG decodes",
     "validation takes longer",
 )
 
