@@ -218,7 +218,7 @@ class AutotuneCallback(Callback):
             self._guard.measure(self._run_trials, trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
-        if self._comparison is None:
+        if not self._waits_for_steps and self._comparison is None:
             self._stop_measuring()
 
     def _steps_to_measure(self, run: StarvationRun) -> float:

@@ -146,7 +146,6 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
         val_check_batches=between,
         checkpoint_steps=savers[0] or None if len(savers) == 1 else None,
         bar_refresh_rate=_host.bar_refresh_rate(trainer),
-        tuned=was_tuned(trainer),
     )
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -15,16 +14,8 @@ from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.worker import original_error
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
 from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself
-from lightning_feed.trials.in_fit import (
-    KEEPS,
-    fills_a_cache,
-    rehearsal_of,
-    why_fixed,
-    why_left_alone,
-    work_of,
-)
+from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, rehearsal_of, why_fixed, why_left_alone, work_of
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 
 ROUNDS = 8
@@ -82,7 +73,6 @@ def measure_workers(session: Session) -> None:
     if why_not:
         raise NotMeasurable(why_not)
     session.check_memory()
-    work = work_of(session.measured) if session.measured is not None else None
     rehearsal = rehearsal_of(part.loader, session.share_s)
     why_not = why_left_alone(part.loader, rehearsal)
     if why_not and not part.loader.num_workers:
@@ -91,18 +81,7 @@ def measure_workers(session: Session) -> None:
         why_not = KEEPS
     if why_not:
         raise NotMeasurable(why_not)
-    goal = Goal(
-        work=work or TrainingWork(),
-        budget_s=session.share_s,
-    )
-    if work is not None and session.measured is not None:
-        facts = session.measured.facts
-        goal = replace(
-            goal,
-            device_type=facts.device_type,
-            own_step_s=1e-3 * (session.measured.stats.step_ms or 0.0) or None,
-            steps_per_epoch=facts.batches_per_epoch or math.inf,
-        )
+    goal = _goal_of(session)
     try:
         tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
     except NoAnswer as error:
@@ -112,6 +91,22 @@ def measure_workers(session: Session) -> None:
         tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason, inconclusive=tuned.inconclusive
     )
     session.tuned = tuned
+
+
+def _goal_of(session: Session) -> Goal:
+    """The goal of the trials: steps as short as they can be, or the fastest loader if no step was measured."""
+    work = None if session.measured is None else work_of(session.measured)
+    if session.measured is None or work is None:
+        return Goal(budget_s=session.share_s)
+    facts = session.measured.facts
+    step_ms = session.measured.stats.step_ms
+    return Goal(
+        work=work,
+        device_type=facts.device_type,
+        own_step_s=None if not step_ms else 1e-3 * step_ms,
+        steps_per_epoch=facts.batches_per_epoch or math.inf,
+        budget_s=session.share_s,
+    )
 
 
 def _tried(trial: Trial, tuned: Tuned) -> TriedSetting:

@@ -291,7 +291,8 @@ class _Run:
         setting = own.with_workers(0)
         limits = TrialLimits(max_s=max(1.0, self._budget_s() / 4), left_s=self._budget_s())
         try:
-            alone = run_trial(self.loader, setting, TrainingWork(), limits, stop=self._stop)
+            ranks = self.goal.local_ranks
+            alone = run_trial(self.loader, setting, TrainingWork(), limits, ranks=ranks, stop=self._stop)
         except (OutOfTime, DatasetError, LoaderError):
             return None
         return setting if UNLIKE * alone.running_s < own_s else None

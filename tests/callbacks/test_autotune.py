@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -477,6 +478,30 @@ def test_no_workers_are_compared_by_training_where_trials_cannot_tell(
     again = Watching()
     fit([AutotuneCallback(max_workers=3), again], loaders, max_epochs=1)
     assert (again.seen[0][0] == 0) == (expected == 0)  # remembered, where it gained
+
+
+class Keeps(Numbers):
+    """Reads each sample slowly, and only once."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.kept:
+            time.sleep(0.002)
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+def test_trials_wait_for_the_second_epoch_of_a_dataset_that_keeps_what_it_reads(trials: Trials) -> None:
+    def loaders() -> dict[str, Any]:
+        return {"train_dataloaders": DataLoader(Keeps(60), batch_size=2, shuffle=True)}
+
+    callback = AutotuneCallback(max_workers=3)
+    _, _, error = fit([callback], loaders, max_epochs=3)
+    assert error is None
+    assert [(move.epoch, move.setting.num_workers) for move in callback.moves] == [(1, 3)]
 
 
 def test_no_workers_are_not_compared_where_an_epoch_cannot_change_its_loader(
