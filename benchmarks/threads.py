@@ -48,9 +48,8 @@ while True:
 
 
 @contextmanager
-def programs_beside(name: str) -> Iterator[None]:
-    """Programs that compute on the same CPUs meanwhile: see :data:`BESIDE`."""
-    count, pauses = BESIDE[name]
+def programs_beside(count: int, *, pauses: bool = False) -> Iterator[None]:
+    """Programs that compute on the same CPUs meanwhile, without a pause or with some."""
     command = [sys.executable, "-c", COMPUTE, "pauses" if pauses else "goes on"]
     programs = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -68,9 +67,9 @@ def main() -> None:
     rounds, cpus = parser.parse_args().rounds, len(os.sched_getaffinity(0))
     print(f"{platform.machine()}, {cpus} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
     print(f"| beside | model | 1 thread, ms | {cpus} threads, ms |\n|---|---|---:|---:|")
-    for beside in BESIDE:
+    for beside, (count, pauses) in BESIDE.items():
         for name, (size, make) in MODELS.items():
-            with programs_beside(beside):
+            with programs_beside(count, pauses=pauses):
                 turns = [[_step_ms(make(), size, threads) for threads in (1, cpus)] for _ in range(rounds)]
             cells = (f"{median(one):.1f} [{min(one):.1f}, {max(one):.1f}]" for one in zip(*turns, strict=True))
             print(f"| {beside} | {name} | {' | '.join(cells)} |", flush=True)

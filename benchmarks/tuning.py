@@ -9,11 +9,14 @@ For each workload of ``tuning_workloads.py``, in one run:
    best of many noisy figures is noise, so the grid only says who takes part.
 
 A row shows how much longer steps are than those of the best. The tuner has found it where they are 5 % longer at most.
+``told`` is the step time that the tuner gave for its choice, against that of the final. All of it runs beside each
+number of busy programs in ``--beside``.
 
-    python benchmarks/tuning.py [--only NAME ...] [--seconds 0.8] [--rounds 3] [--budget 30]
+    python benchmarks/tuning.py [--only NAME ...] [--seconds 0.8] [--rounds 3] [--budget 30] [--beside 0 1 3]
 """
 
 import argparse
+import math
 import os
 import platform
 import random
@@ -22,10 +25,12 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import suggested_max_num_workers
+from threads import programs_beside
 from torch.utils.data import DataLoader
 from tuning_workloads import WORKLOADS, Workload
 
@@ -35,6 +40,7 @@ from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 
 FOUND_PCT = 5.0
+TOLD_PCT = 15.0
 CPUS = read_machine().usable_cpus
 GRID_WORKERS = sorted({1, 2, 3, 4, 6, 8, 16, CPUS, 2 * CPUS})
 GRID_PREFETCH = (2, 4, 8)
@@ -63,6 +69,8 @@ class Outcome:
     """What came of one workload."""
 
     workload: Workload
+    beside: int
+    """Busy programs."""
     tuned: Tuned
     chosen: Setting
     tuner_s: float
@@ -77,6 +85,13 @@ class Outcome:
     def longer_pct(self, setting: Setting) -> float:
         """How much longer steps are with a setting than with the best."""
         return 100 * (self.steps_ms[setting] / self.steps_ms[self.best] - 1)
+
+    @property
+    def told_pct(self) -> float:
+        """How much longer steps are than the tuner told; infinite if it told nothing."""
+        if not self.tuned.step_s:
+            return math.inf
+        return 100 * (self.steps_ms[self.chosen] / (1e3 * self.tuned.step_s) - 1)
 
 
 def with_workers(number: int, prefetch_factor: int = 2) -> Setting:
@@ -122,8 +137,8 @@ def in_turns(
     return {setting: statistics.median(measured) for setting, measured in steps_ms.items()}
 
 
-def run(workload: Workload, plan: Plan) -> Outcome:
-    """Tune one workload, measure the grid, and compare."""
+def run(workload: Workload, plan: Plan, beside: int) -> Outcome:
+    """Tune one workload, measure the grid, and compare, beside busy programs."""
     dataset = workload.make()
     began_s = time.perf_counter()
     goal = Goal(work=workload.work, budget_s=plan.budget_s)
@@ -137,6 +152,7 @@ def run(workload: Workload, plan: Plan) -> Outcome:
     settings = [*finalists, chosen, *(with_workers(number) for number in RULES.values())]
     return Outcome(
         workload=workload,
+        beside=beside,
         tuned=tuned,
         chosen=chosen,
         tuner_s=tuner_s,
@@ -147,27 +163,32 @@ def run(workload: Workload, plan: Plan) -> Outcome:
 
 def table(outcomes: list[Outcome]) -> str:
     """The results as Markdown."""
-    heads = ["workload", "step alone, ms", "best", "step, ms", "tuner", "longer", "tuner / grid", *RULES]
+    heads = ["workload", "beside", "step alone, ms", "best", "step, ms", "tuner", "longer", "told", "tuner / grid"]
+    heads += RULES
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for outcome in outcomes:
         cells = [
             outcome.workload.name,
+            str(outcome.beside),
             f"{1e3 * outcome.workload.work.step_s:.3g}",
             in_short(outcome.best),
             f"{outcome.steps_ms[outcome.best]:.3g}",
             in_short(outcome.chosen),
             f"{outcome.longer_pct(outcome.chosen):.0f} %",
+            f"{outcome.told_pct:+.0f} %",
             f"{outcome.tuner_s:.1f} s / {outcome.grid_s:.0f} s",
             *(f"{outcome.longer_pct(with_workers(number)):.0f} %" for number in RULES.values()),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     found = sum(outcome.longer_pct(outcome.chosen) <= FOUND_PCT for outcome in outcomes)
+    told = sum(abs(outcome.told_pct) <= TOLD_PCT for outcome in outcomes)
     cost_pct = 100 * sum(outcome.tuner_s for outcome in outcomes) / sum(outcome.grid_s for outcome in outcomes)
     most_trials = max(len(outcome.tuned.trials) for outcome in outcomes)
     lines += [
         "",
-        f"At most {FOUND_PCT:.0f} % longer than the best in {found} of {len(outcomes)}; the tuner took "
-        f"{cost_pct:.0f} % of the grid's time, and tried {most_trials} settings at most.",
+        f"At most {FOUND_PCT:.0f} % longer than the best in {found} of {len(outcomes)}, the step told within "
+        f"{TOLD_PCT:.0f} % in {told}; the tuner took {cost_pct:.0f} % of the grid's time, and tried {most_trials} "
+        "settings at most.",
         "",
         f"{CPUS} CPUs ({platform.processor() or platform.machine()}), Python {platform.python_version()}, "
         f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f} at the end.",
@@ -189,14 +210,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.8, help="measured per setting, at least")
     parser.add_argument("--rounds", type=int, default=3, help="turns of the final")
     parser.add_argument("--budget", type=float, default=30.0, help="seconds that the tuner may take")
+    parser.add_argument("--beside", nargs="+", type=int, default=[0], help="numbers of busy programs to run beside")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # tried on purpose
     plan = Plan(seconds=options.seconds, rounds=options.rounds, budget_s=options.budget)
     outcomes = []
-    for workload in WORKLOADS:
-        if workload.name in options.only:
-            outcomes.append(run(workload, plan))
-            print(f"{workload.name}: {outcomes[-1].tuned}", file=sys.stderr)
+    workloads = [workload for workload in WORKLOADS if workload.name in options.only]
+    for workload, beside in product(workloads, options.beside):
+        with programs_beside(beside):
+            outcomes.append(run(workload, plan, beside))
+        print(f"{workload.name} beside {beside}: {outcomes[-1].tuned}", file=sys.stderr, flush=True)
     print(table(outcomes))
 
 
