@@ -24,6 +24,7 @@ from pictures import make_picture
 from lightning_feed.load.machine import read_machine
 from lightning_feed.report.document import read_document
 from lightning_feed.report.next_step import next_step
+from lightning_feed.report.words import words
 
 PROGRAM = Path(__file__).with_name("gpu_program.py")
 ON_DEVICE = torch.cuda.is_available()
@@ -193,7 +194,7 @@ def advice_claims(run: Run, folder: Path) -> list[Claim]:
         passed = run.next_step in advised if ON_DEVICE else None
         claims.append(Claim(claim=f"next, {run.name}", measured=advised, goal=run.next_step, passed=passed))
     if run.evidence:
-        evidence = "; ".join(read.diagnosis.evidence)
+        evidence = "; ".join(words(note, read.diagnosis.measurements) for note in read.diagnosis.evidence)
         passed = run.evidence in evidence if ON_DEVICE else None
         claims.append(Claim(claim=f"evidence, {run.name}", measured=evidence, goal=run.evidence, passed=passed))
     return claims

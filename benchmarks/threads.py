@@ -37,9 +37,9 @@ STEPS, WARM_UP = 13, 3
 BESIDE = {"nothing": (0, False), "1 program": (1, False), "3 programs": (3, False), "comes and goes": (1, True)}
 """Name -> programs that compute meanwhile, and whether they pause for 3 s after every 3 s."""
 COMPUTE = """
-import sys, time
+import os, sys, time
 began = time.monotonic()
-while True:
+while os.getppid() == int(sys.argv[2]):
     sum(range(20_000))
     if sys.argv[1] == "pauses" and time.monotonic() - began > 3:
         time.sleep(3)
@@ -49,8 +49,8 @@ while True:
 
 @contextmanager
 def programs_beside(count: int, *, pauses: bool = False) -> Iterator[None]:
-    """Programs that compute on the same CPUs meanwhile, without a pause or with some."""
-    command = [sys.executable, "-c", COMPUTE, "pauses" if pauses else "goes on"]
+    """Programs that compute on the same CPUs meanwhile, without a pause or with some, as long as this one lives."""
+    command = [sys.executable, "-c", COMPUTE, "pauses" if pauses else "goes on", str(os.getpid())]
     programs = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield

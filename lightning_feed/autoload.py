@@ -48,7 +48,7 @@ def _callbacks_from(module: str) -> list[Any]:
         )
     feed = import_module(module)
     starvation = feed.GPUStarvationCallback()
-    starvation.any_logger = False  # some packages have a logger of their own, and show its figures to users
+    starvation.was_asked_for = False
     prefetch = feed.PrefetchCallback()
     prefetch.was_asked_for = False
     added = [prefetch, starvation]

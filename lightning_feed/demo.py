@@ -242,7 +242,7 @@ class AdvisedImages(ImageFolderDataModule):
 
     def __init__(self, images: ImageFolder, advice: Remedy | None) -> None:
         settings = LoaderSettings()
-        workers = re.search(r"num_workers=(\d+)", advice.changes if advice is not None else "")
+        workers = re.search(r"num_workers=(\d+)", advice.code if advice is not None else "")
         if workers is not None:
             settings = LoaderSettings(num_workers=int(workers[1]))
         super().__init__(images.root, BATCH_SIZE, transform=plain_transform(), val_fraction=0, loader=settings)

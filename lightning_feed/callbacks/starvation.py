@@ -87,8 +87,9 @@ class GPUStarvationCallback(Callback):
         self.every_n_steps = every_n_steps
         self.tags = tags
         self.print_report = report
-        self.any_logger = True
-        """True if loggers from other packages than Lightning receive figures and reports, too."""
+        self.was_asked_for = True
+        """True if the program itself has the callback. If not, only loggers of Lightning receive figures and reports:
+        some packages have a logger of their own, and show its figures to users."""
         self.reads_gpu = True
         """True to read the GPU's own figures from NVML."""
         self._run: StarvationRun | None = None
@@ -205,7 +206,7 @@ class GPUStarvationCallback(Callback):
     def _begin_output(self, trainer: AnyTrainer) -> None:
         if not trainer.is_global_zero:
             return
-        self._loggers = LoggerOutput(trainer, self._guard, which=self.tags, any_logger=self.any_logger)
+        self._loggers = LoggerOutput(trainer, self._guard, which=self.tags, any_logger=self.was_asked_for)
         if self.print_report:
             self._reports = RunReports(trainer, self._guard, folder=self._folder, loggers=self._loggers)
 

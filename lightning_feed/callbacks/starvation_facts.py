@@ -100,6 +100,7 @@ def _interval_of_one(callback: object) -> str:
     return ""
 
 
+_STARVATION = "lightning_feed.callbacks.starvation", "GPUStarvationCallback"
 _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 
@@ -126,6 +127,12 @@ def was_tuned(trainer: AnyTrainer) -> bool:
     return is_known(trainer, _host.train_loaders(trainer))
 
 
+def measures(trainer: AnyTrainer) -> bool:
+    """True if the program itself has a GPUStarvationCallback."""
+    observers: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_STARVATION)]
+    return any(observer.was_asked_for for observer in observers)
+
+
 def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
     packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     package = next((name for name in packages if name in _host.PACKAGES), None)
@@ -146,6 +153,7 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
         val_check_batches=between,
         checkpoint_steps=savers[0] or None if len(savers) == 1 else None,
         bar_refresh_rate=_host.bar_refresh_rate(trainer),
+        measures=measures(trainer),
     )
 
 

@@ -88,7 +88,10 @@ def measure_workers(session: Session) -> None:
         raise NotMeasurable(str(error)) from error
     trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
     session.note(
-        tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason, inconclusive=tuned.inconclusive
+        tried=tuple(_tried(trial, tuned) for trial in trials),
+        why_chosen=tuned.reason,
+        out_of_time=tuned.out_of_time,
+        inconclusive=tuned.inconclusive,
     )
     session.tuned = tuned
 

@@ -21,14 +21,14 @@ from lightning_feed.diagnosing.failures import (
     user_errors,
 )
 from lightning_feed.diagnosing.parts import NotMeasurable, parts_of
-from lightning_feed.diagnosing.proof import prove, proven
+from lightning_feed.diagnosing.proof import Proof, own_workers, prove, proven, threads_left, try_fewer_threads
 from lightning_feed.diagnosing.restoring import ModelState, quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, Limits, replay, run_as_it_is
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
-from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults
+from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults, TriedSetting
 from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
@@ -53,8 +53,9 @@ QUICK_BUDGET_S = 30.0
 RUN_SHARE = 0.17
 REPLAY_SHARE = 0.08
 PROOF_SHARE = 0.15
-"""Shares of the time budget for the unchanged run, for the replay, and for training with other workers. The experiments
-with the loader get the rest."""
+THREADS_SHARE = 0.1
+"""Shares of the time budget for the unchanged run, for the replay, for training with other workers, and for training
+with fewer threads of torch, where that may help. The experiments with the loader get the rest."""
 RUN_STEPS = 200
 REPLAY_STEPS = 300
 QUICK_RUN_STEPS = 80
@@ -251,6 +252,9 @@ class _Experiments:
         if session.tuned is not None:
             self._prove(session.tuned)
             state.restore()
+        if self._may_use_fewer_threads():
+            self._try_fewer_threads()
+            state.restore()
         try:
             session.tear_down()
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
@@ -314,6 +318,8 @@ class _Experiments:
         if session.model is not None:
             spent_share = RUN_SHARE + REPLAY_SHARE
             share -= spent_share + PROOF_SHARE
+            if self._may_use_fewer_threads():
+                share -= THREADS_SHARE
         begun: list[str] = []
 
         def on_progress(name: str, done: float) -> None:
@@ -339,7 +345,8 @@ class _Experiments:
     def _prove(self, tuned: Tuned) -> None:
         """Train with the setting that the trials chose. If that is no faster, the user's setting counts as chosen."""
         session = self.session
-        self._show("training with other workers", 1 - PROOF_SHARE)
+        later_share = THREADS_SHARE if self._may_use_fewer_threads() else 0.0
+        self._show("training with other workers", 1 - PROOF_SHARE - later_share)
         try:
             proof = prove(session, tuned, seconds=PROOF_SHARE / 2 * self.plan.budget_s)
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
@@ -347,14 +354,53 @@ class _Experiments:
             return
         if proof is None:
             return
-        session.note(own_fit_ms=proof.own_ms, chosen_fit_ms=proof.chosen_ms, why_chosen=proven(tuned, proof).reason)
-        if not proof.holds:
-            session.note(tried=tuple(replace(setting, chosen=setting.own) for setting in session.results.tried))
+        session.tuned = proven(tuned, proof)
+        session.note(
+            own_fit_ms=proof.own_ms,
+            chosen_fit_ms=proof.chosen_ms,
+            trained_workers=proof.setting.num_workers,
+            why_chosen=session.tuned.reason,
+            inconclusive=session.results.inconclusive and not proof.holds,
+            tried=_with_proof(session.results.tried, session.tuned, proof),
+        )
+
+    def _may_use_fewer_threads(self) -> bool:
+        wants_loader = any(name in self.plan.only for name in LOADER_EXPERIMENTS)
+        return wants_loader and threads_left(self.session, own_workers(self.session)) is not None
+
+    def _try_fewer_threads(self) -> None:
+        """Train with fewer threads of torch, beside the workers that are best so far."""
+        session = self.session
+        setting = None if session.tuned is None else session.tuned.setting
+        self._show("training with fewer threads of torch", 1 - THREADS_SHARE)
+        try:
+            threads = try_fewer_threads(session, setting, seconds=THREADS_SHARE / 2 * self.plan.budget_s)
+        except Exception as error:  # noqa: BLE001  # what was measured is worth more
+            session.leave_out("training with fewer threads of torch", f"it failed: {in_a_line(error)}")
+            return
+        session.note(threads=threads)
 
     def _show(self, description: str, share: float) -> None:
         """Show the current experiment, and the share of time used, on the progress bar."""
         self._bar.set_description_str(description)
         self._bar.update(100 * share - self._bar.n)
+
+
+def _with_proof(tried: Sequence[TriedSetting], tuned: Tuned, proof: Proof) -> tuple[TriedSetting, ...]:
+    """Mark the setting that training has chosen among those that were tried, and add it if no trial had it."""
+    workers = tuned.setting.num_workers
+    ahead = tuned.setting.prefetch_factor
+    settings = [
+        replace(setting, chosen=(setting.num_workers, setting.prefetch_factor) == (workers, ahead)) for setting in tried
+    ]
+    if not any(setting.chosen for setting in settings):
+        ms = proof.chosen_ms
+        trained = TriedSetting(
+            num_workers=workers, prefetch_factor=ahead, step_ms=ms, shortest_ms=ms, longest_ms=ms, chosen=True
+        )
+        settings.append(trained)
+        settings.sort(key=lambda setting: setting.num_workers)
+    return tuple(settings)
 
 
 # --- experiments on loading ---------------------------------------------------------------------------------------

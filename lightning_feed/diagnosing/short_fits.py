@@ -17,6 +17,7 @@ from typing import Any
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.prefetch import PrefetchCallback
+from lightning_feed.callbacks.starvation_facts import measures
 from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.load.kinds import AnyLoader, Batch
@@ -160,7 +161,11 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     finally:
         measured = meter.report().measurements
         hooks = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
-        facts = replace(measured.facts, loader_code=session.loader_code() or measured.facts.loader_code)
+        facts = replace(
+            measured.facts,
+            loader_code=session.loader_code() or measured.facts.loader_code,
+            trainer=replace(measured.facts.trainer, measures=measures(session.trainer)),
+        )
         # The wall time is left out: it is that of this short fit, not of a training.
         session.measured = replace(measured, hooks=hooks, facts=facts, wall=None)
 

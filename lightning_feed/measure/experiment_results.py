@@ -131,6 +131,20 @@ class TriedSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThreadsTrial:
+    """Step times of training itself with fewer threads of torch, so that workers and threads share the CPUs."""
+
+    torch_threads: int
+    """Threads of torch that were tried."""
+    num_workers: int
+    """Workers of the loaders in both fits."""
+    step_ms: float
+    """Step time with these threads."""
+    own_ms: float
+    """Step time with torch's present number of threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
     """Results of all experiments. Rates are in batches per second.
 
@@ -169,6 +183,8 @@ class ExperimentResults:
     pinning."""
     tried: tuple[TriedSetting, ...] = ()
     """Settings of the loader that were tried, in the order of their numbers of workers."""
+    out_of_time: bool = False
+    """True if time ended the search for workers."""
     inconclusive: bool = False
     """True if trials of numbers of workers did not imitate training, so that nothing follows from them."""
     why_chosen: str = ""
@@ -178,6 +194,10 @@ class ExperimentResults:
     chosen_fit_ms: float | None = None
     """Step time of training itself with the setting that the trials chose. If training is no faster with it, the user's
     own setting counts as chosen."""
+    threads: ThreadsTrial | None = None
+    """Training with fewer threads of torch; None if it was not tried, as on a GPU or without workers."""
+    trained_workers: int | None = None
+    """Workers of the setting that ``chosen_fit_ms`` is about."""
     keys: tuple[KeyBytes, ...] = ()
     """Parts of a batch with their sizes."""
     left_out: tuple[tuple[str, str], ...] = ()

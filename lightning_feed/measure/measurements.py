@@ -166,7 +166,9 @@ class TrainerFacts:
     left_s: float | None = None
     """Seconds until the fit ends, as far as its own steps tell; None if it has no end, or if that is not known."""
     tuned: bool | None = None
-    """True if an AutotuneCallback is among the Trainer's callbacks."""
+    """True if the loader's number of workers was decided by trials, in this run or in an earlier one."""
+    measures: bool | None = None
+    """True if the program itself has a GPUStarvationCallback, so that each of its runs is measured."""
 
 
 OTHERS_PCT = 20.0
@@ -227,7 +229,7 @@ class LoopFacts:
     batch_hooks: bool | None = None
     """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     syncs: tuple[str, ...] = ()
-    """Reasons why the host waits for the device in each step: keys of :data:`SYNCS`."""
+    """Reasons why the host waits for the device in each step: names in :data:`SYNCS`."""
     waits: tuple[DeviceWait, ...] | None = None
     """Lines at which the host was seen to wait for the device, those of most steps first; None if no step was sampled,
     as on the CPU."""
@@ -250,13 +252,8 @@ class LoopFacts:
         return self.device_type == "cpu" and self.batch_hooks is False and not self.datamodule.device_transform
 
 
-SYNCS = {
-    "prog_bar": "metrics in the progress bar are read from the device",
-    "grad_scaler": "the GradScaler of precision 16-mixed reads back whether gradients overflowed",
-    "sigterm_broadcast": "with several ranks Lightning broadcasts in each step whether SIGTERM came",
-    "throughput_monitor": "ThroughputMonitor synchronises to measure",
-}
-"""Known synchronisations of Lightning: name -> reason of the wait."""
+SYNCS = ("prog_bar", "grad_scaler", "sigterm_broadcast", "throughput_monitor")
+"""Known synchronisations of Lightning."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from lightning_feed.errors import ReportError
 from lightning_feed.measure.measurements import SYNCS, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import Report, cause_text, rate
+from lightning_feed.report.words import LOOP_WORDS
 from lightning_feed.verdict.diagnosis import Diagnosis
-from lightning_feed.verdict.shares import LOOP_WORDS, Shares, shares_of
+from lightning_feed.verdict.shares import Shares, shares_of
 from lightning_feed.wording import printable_lines
 
 Setting = bool | int | float | str | tuple[int, int] | None

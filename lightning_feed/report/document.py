@@ -25,7 +25,7 @@ from lightning_feed.report.report import (
     read_environment,
     read_identity,
 )
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Note, Remedy
 
 NAME = "feed_report"
 """Name of the report's files, without the suffix."""
@@ -44,9 +44,9 @@ class Verdict:
     cause: Cause
     grade: Grade
     confidence: Confidence
-    evidence: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    why_not: tuple[str, ...] = ()
+    evidence: tuple[Note, ...]
+    notes: tuple[Note, ...] = ()
+    why_not: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ def to_plain(value: object) -> Any:
     """Convert a value for ``json.dumps(..., allow_nan=False)``. Numbers that are not finite become None.
 
     Raises:
-        TypeError: for a value that is neither a dataclass, a sequence, text, a number nor None.
+        TypeError: for a value that is neither a dataclass, a sequence, a dict, text, a number nor None.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -262,6 +262,8 @@ def to_plain(value: object) -> Any:
         return {name: to_plain(part) for name, part in vars(value).items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {str(name): to_plain(part) for name, part in value.items()}
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
@@ -274,6 +276,8 @@ def _read(hint: Any, value: object, where: str) -> Any:
         return _read_object(hint, value, where)
     if origin is tuple:
         return _read_tuple(inner, value, where)
+    if origin is dict:
+        return _read_dict(inner[1], value, where)
     if origin is Literal:
         return value if value in inner else _refuse(where, value, f"one of {', '.join(map(repr, inner))}")
     return _read_scalar(hint, value, where)
@@ -296,6 +300,12 @@ def _read_object(kind: Any, value: object, where: str) -> Any:
                 "lightning_feed."
             )
     return kind(**parts)
+
+
+def _read_dict(hint: Any, value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return _refuse(where, value, "an object")
+    return {name: _read(hint, part, f"{where}.{name}") for name, part in value.items()}
 
 
 def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
@@ -368,6 +378,8 @@ def _form(hint: Any) -> dict[str, Any]:
         return form if form == _form(float) else {"anyOf": [form, {"type": "null"}]}
     if origin is Literal:
         return {"enum": list(inner)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _form(inner[1])}
     if origin is tuple and inner[1:] == (...,):
         return {"type": "array", "items": _form(inner[0])}
     if origin is tuple:

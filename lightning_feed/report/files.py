@@ -31,9 +31,9 @@ from lightning_feed.report.report import (
     trust,
 )
 from lightning_feed.report.sections import Section
+from lightning_feed.report.words import in_ms, toy_sentence, words
 from lightning_feed.storage.private_files import atomic_write
-from lightning_feed.verdict.diagnosis import Diagnosis, Grade
-from lightning_feed.verdict.shares import in_ms, toy_sentence
+from lightning_feed.verdict.diagnosis import Change, Diagnosis, Grade
 from lightning_feed.wording import in_rate, plural, printable, printable_lines
 
 if TYPE_CHECKING:
@@ -118,7 +118,10 @@ def _first_line(diagnosis: Diagnosis, before: Diagnosis | None = None) -> str:
         return f"{headline(diagnosis)} ({trust(diagnosis)}){_retracted(diagnosis, before)}"
     if is_toy(diagnosis):
         return str(toy_sentence(diagnosis.stats.step_ms))
-    return f"{headline(diagnosis)}: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+    reason = "nothing was measured"
+    if diagnosis.evidence:
+        reason = words(diagnosis.evidence[0], diagnosis.measurements)
+    return f"{headline(diagnosis)}: {reason}."
 
 
 def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
@@ -127,13 +130,13 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
         return ""
     verdict, _ = headline_parts(before)
     if before.remedies:
-        verdict += f", try {before.remedies[0].changes}"
+        verdict += f", try {before.remedies[0].change}"
     return f". No longer true, as reported after {plural(before.stats.steps, 'step')}: {verdict}"
 
 
-def _essence(diagnosis: Diagnosis) -> tuple[str, str]:
+def _essence(diagnosis: Diagnosis) -> tuple[str, Change | None]:
     """The bottleneck and the first change to make."""
-    return diagnosis.bottleneck, diagnosis.remedies[0].changes if diagnosis.remedies else ""
+    return diagnosis.bottleneck, diagnosis.remedies[0].change if diagnosis.remedies else None
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:

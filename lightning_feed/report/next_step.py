@@ -1,27 +1,25 @@
 """The last line of a report: the one step to take next, or the statement that there is nothing to gain."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, should_try_workers, takes_turns
+from lightning_feed.report.words import LOOP_WORDS, TRIES, in_ms, words
 from lightning_feed.trials.time_left import LEAST_S
-from lightning_feed.verdict.decide import share_text
-from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
-from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
+from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Note, NoteKind, Remedy
+from lightning_feed.verdict.lighter_samples import may_try_lighter_samples
 from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, may_be_tuned
-from lightning_feed.verdict.shares import LOOP_WORDS, in_ms, workers_fill_cpus
+from lightning_feed.verdict.shares import workers_fill_cpus
 from lightning_feed.wording import source_line
 
 ENOUGH_STEPS = 30
 """Number of steps that are enough for a verdict, including the warm-up."""
 ARGUMENTS = "ARGUMENTS"
 """Placeholder for arguments that are not known."""
-_DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
-"""The command in the words of the notes, which are made without knowing the program."""
-_MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
-"""Words by which to find the note on the parts of the fit that a diagnosis did not run, and that may be to blame."""
+_ASKING: tuple[NoteKind, ...] = ("diagnose", "diagnose whole images", "diagnose cold reads")
+"""Notes that ask for a diagnosis."""
 _TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes for which an experiment can find the responsible lines in the user's code."""
@@ -35,7 +33,7 @@ def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments
         run: the run that the verdict is about; None if unknown.
         arguments: the program's arguments as typed in a shell. Not used if the program was started without arguments.
     """
-    return _adviser(diagnosis, run, arguments).step()
+    return _adviser(diagnosis, run, arguments).step().text
 
 
 def other_notes(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
@@ -44,9 +42,12 @@ def other_notes(diagnosis: Diagnosis, run: RunIdentity | None = None, *, argumen
     The arguments are those of :func:`next_step`.
     """
     adviser = _adviser(diagnosis, run, arguments)
-    step = adviser.step()
-    notes = map(adviser.with_command, diagnosis.notes)
-    return [note for note in notes if not step.endswith(note) and _MEASURE_THE_REST not in note]
+    said = adviser.step().note
+    return [
+        adviser.words(note)
+        for note in diagnosis.notes
+        if note != said and note.kind != "left out of the fit" and not (said == _DIAGNOSIS and note.kind == "diagnose")
+    ]
 
 
 _WITHOUT_NOTE: dict[str, str] = {
@@ -93,10 +94,24 @@ class _Program:
             words.append(self.arguments)
         return " ".join(words)
 
-    @property
-    def train_measured(self) -> str:
-        """The way to train with our callbacks."""
-        return "`GPUStarvationCallback()`" if self.is_notebook else f"`LIGHTNING_FEED=1 {self.typed}`"
+    def train_measured(self, *, measures: bool) -> str:
+        """The way to train with a GPUStarvationCallback, which the program itself has if it ``measures``."""
+        if self.is_notebook:
+            return "`GPUStarvationCallback()`"
+        return f"`{self.typed}`" if measures else f"`LIGHTNING_FEED=1 {self.typed}`"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The next step."""
+
+    text: str
+    note: Note | None = None
+    """The note that the step repeats; None if it repeats none."""
+
+
+_DIAGNOSIS = Note.of("diagnose")
+"""The note on any step that is a diagnosis."""
 
 
 class _Adviser:
@@ -108,23 +123,25 @@ class _Adviser:
         self.measured = diagnosis.measurements
         self.facts = diagnosis.measurements.facts
 
-    def step(self) -> str:
+    def step(self) -> _Step:
         """The next step."""
         diagnosis = self.diagnosis
         if self.facts.loader.repeated:
-            return "divide the stream in its `__iter__` by `torch.utils.data.get_worker_info()`, or use one worker"
+            return _Step(
+                "divide the stream in its `__iter__` by `torch.utils.data.get_worker_info()`, or use one worker"
+            )
         if is_toy(diagnosis):
-            return "use larger batches: no other setting makes steps this short faster"
+            return _Step("use larger batches: no other setting makes steps this short faster")
         if diagnosis.bottleneck == "unknown":
             return self._to_a_verdict()
         if self._should_try_lighter_samples():
-            return self._fewer_threads() or self._diagnose(TRIES_LIGHTER_SAMPLES)
+            return self._fewer_threads() or self._diagnose(TRIES["lighter samples"])
         if should_try_workers(diagnosis) and may_be_tuned(self.facts):
-            return self._tune("tries numbers of workers if samples stay the same, and takes the fastest")
+            return _Step(self._tune("tries numbers of workers if samples stay the same, and takes the fastest"))
         if diagnosis.remedies:
-            return self._in_place() or _fix(diagnosis.remedies[0])
+            return _Step(self._in_place() or _fix(diagnosis.remedies[0]))
         if self._rest_may_limit():
-            return self._measure_the_rest()
+            return _Step(self._measure_the_rest())
         if diagnosis.bottleneck == "data":
             return self._for_data()
         if diagnosis.bottleneck == "compute":
@@ -140,30 +157,33 @@ class _Adviser:
         is_made_on_cpu = self.diagnosis.bottleneck == "data" and self.diagnosis.cause in MADE_ON_CPU
         return is_made_on_cpu and workers_fill_cpus(self.measured)
 
-    def with_command(self, note: str) -> str:
-        """A note in which the general command is replaced by the command for this program."""
-        return note.replace(_DIAGNOSE, self._command())
+    def words(self, note: Note) -> str:
+        """The sentence of a note, with the command for this program."""
+        return words(note, self.measured, diagnose=self._command())
 
-    def _notes(self) -> list[str]:
+    def _repeat(self, note: Note) -> _Step:
+        return _Step(self.words(note), note)
+
+    def _notes(self) -> list[Note]:
         """The notes with advice: all except the note on the time that validation and checkpoints take."""
-        share = share_text(self.measured)
-        return [self.with_command(note) for note in self.diagnosis.notes if note != share]
+        return [note for note in self.diagnosis.notes if note.kind != "share of the run"]
 
-    def _first_note(self, otherwise: str) -> str:
-        return next(iter(self._notes()), otherwise)
+    def _first_note(self, otherwise: str) -> _Step:
+        notes = self._notes()
+        return self._repeat(notes[0]) if notes else _Step(otherwise)
 
     def _rest_may_limit(self) -> bool:
         """True for a diagnosis that hardly waited for data, and did not run parts of the fit, which may be to blame."""
-        left_out = self.measured.experiments.stripped
-        return bool(left_out) and any(_MEASURE_THE_REST in note for note in self.diagnosis.notes)
+        return any(note.kind == "left out of the fit" for note in self.diagnosis.notes)
 
     def _measure_the_rest(self) -> str:
         left_out = self.measured.experiments.stripped
-        return f"nothing in loading; {self.program.train_measured} measures what was left out here ({left_out})"
+        training = self.program.train_measured(measures=bool(self.facts.trainer.measures))
+        return f"nothing in loading; {training} measures what was left out here ({left_out})"
 
     def _in_place(self) -> str:
         """The command that tries batches in place, if these are the first fix and can be tried; else empty."""
-        if self.diagnosis.remedies[0].changes != IN_PLACE or not may_be_tuned(self.facts):
+        if self.diagnosis.remedies[0].change != IN_PLACE or not may_be_tuned(self.facts):
             return ""
         return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
 
@@ -183,22 +203,22 @@ class _Adviser:
         left_s = self.facts.trainer.left_s
         return wall is not None and left_s is not None and wall.run_s + left_s < LEAST_S
 
-    def _to_a_verdict(self) -> str:
+    def _to_a_verdict(self) -> _Step:
         results = self.measured.experiments
         own = results.tried_as("own")
         chosen = results.tried_as("chosen")
         if own is not None and chosen is not None and chosen is not own:
             figures = f"{in_ms(own.step_ms, own.step_ms)} -> {in_ms(chosen.step_ms, own.step_ms)} ms a step"
-            return f"num_workers={chosen.num_workers}: in trials, {figures}"
+            return _Step(f"num_workers={chosen.num_workers}: in trials, {figures}")
         if self.measured.stats.steps >= MIN_STEPS:
             return self._fewer_threads() or self._diagnose("measures each part alone")
         if not self.measured.stats.steps and results.loader_per_s:
-            return "diagnose a program that trains, or call diagnose() with a LightningModule"
-        return f"train for {ENOUGH_STEPS} steps or more"
+            return _Step("diagnose a program that trains, or call diagnose() with a LightningModule")
+        return _Step(f"train for {ENOUGH_STEPS} steps or more")
 
     # --- waiting for data ---------------------------------------------------------------------------------------------
 
-    def _for_data(self) -> str:
+    def _for_data(self) -> _Step:
         fewer_threads = self._fewer_threads()
         if fewer_threads:
             return fewer_threads
@@ -207,38 +227,40 @@ class _Adviser:
         turns = f"loading and {LOOP_WORDS[self.facts.stage]} take turns"
         if self._workers_in_vain():
             turns += ", and workers would gain nothing"
-        return f"{turns}; {self._faster_loading()}"
+        faster = self._faster_loading()
+        return replace(faster, text=f"{turns}; {faster.text}")
 
-    def _faster_loading(self) -> str:
+    def _faster_loading(self) -> _Step:
         results = self.measured.experiments
         if results.functions:
             slowest = results.functions[0]
             line = source_line(slowest.file, slowest.line)
-            return f"make {slowest.name} faster, most of all {line}: it takes {slowest.ms_per_batch:.1f} ms a batch"
+            takes = f"it takes {slowest.ms_per_batch:.1f} ms a batch"
+            return _Step(f"make {slowest.name} faster, most of all {line}: {takes}")
         notes = self._notes()
         if not self.measured.diagnosed and (self.diagnosis.cause in _IN_YOUR_CODE or not notes):
-            asking = [note for note in notes if self._command() in note]
-            return asking[0] if asking else self._ask_more()
+            asking = [note for note in notes if note.kind in _ASKING]
+            return self._repeat(asking[0]) if asking else self._ask_more()
         if notes:
-            return notes[0]
+            return self._repeat(notes[0])
         part = ""
         if results.costs:
             largest = max(results.costs, key=lambda cost: cost.cpu_ms)
             part = f", above all in {largest.name} ({largest.cpu_ms:.1f} ms of CPU for a sample)"
-        return f"make a batch with less work{part}: no loader setting is known to help"
+        return _Step(f"make a batch with less work{part}: no loader setting is known to help")
 
     def _workers_in_vain(self) -> bool:
         """True if more workers were tried, and gained nothing."""
-        return any(reason.startswith("more workers") for reason in self.diagnosis.why_not)
+        return any(reason.kind == "more workers in vain" for reason in self.diagnosis.why_not)
 
-    def _ask_more(self) -> str:
+    def _ask_more(self) -> _Step:
         if self.diagnosis.cause == "hand-over":
-            return self._for_hand_over()
+            return _Step(self._for_hand_over())
         if self.facts.loop == "trainer" and self.facts.stage == "fit":
-            return self._diagnose("finds the lines of your code that take the time")
+            return self._diagnose(TRIES["lines"])
         if (takes_turns(self.diagnosis) and self._workers_in_vain()) or self._cpus_are_busy():
-            return "make a batch with less work"
-        return "`lightning_feed.tune(loader)` tries other settings of this loader"
+            return _Step("make a batch with less work")
+        return _Step("`lightning_feed.tune(loader)` tries other settings of this loader")
 
     def _for_hand_over(self) -> str:
         if self.diagnosis.grade == "slightly data-bound":
@@ -251,29 +273,29 @@ class _Adviser:
 
     # --- the step itself ----------------------------------------------------------------------------------------------
 
-    def _for_compute(self) -> str:
+    def _for_compute(self) -> _Step:
         cause = self.diagnosis.cause
         fewer_threads = self._fewer_threads()
         if fewer_threads:
-            return f"the loader keeps up; {fewer_threads}"
+            return _Step(f"the loader keeps up; {fewer_threads.text}")
         if cause in ("oversubscribed", "unknown"):  # the model alone is faster, or the GPU is idle within the step
             return self._first_note(_WITHOUT_NOTE["framework"])
         notes = self._notes()
         if cause in ("launch", "synchronisation") and notes:
-            return notes[0]
+            return self._repeat(notes[0])
         wall = self.measured.wall
         if wall is not None and len(notes) < len(self.diagnosis.notes):
             parts: tuple[Part, Part] = ("validation", "checkpoints")
-            return f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}"
+            return _Step(f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}")
         if self.measured.experiments.stripped:
-            return self._measure_the_rest()
-        return "nothing, the loader keeps up"
+            return _Step(self._measure_the_rest())
+        return _Step("nothing, the loader keeps up")
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _diagnose(self, what: str) -> str:
+    def _diagnose(self, what: str) -> _Step:
         how = " in a cell, with what `trainer.fit` is given," if self.program.is_notebook else ""
-        return f"`{self._command()}`{how} {what}"
+        return _Step(f"`{self._command()}`{how} {what}", _DIAGNOSIS)
 
     def _command(self) -> str:
         """The command, or in a notebook the call, that diagnoses the same training."""
@@ -289,23 +311,25 @@ class _Adviser:
             return ""
         return f"OMP_NUM_THREADS={threads} "
 
-    def _fewer_threads(self) -> str:
-        """The advice to use fewer threads, if torch uses more threads than other programs leave CPUs free; else empty.
+    def _fewer_threads(self) -> _Step | None:
+        """The advice to use fewer threads, if torch uses more threads than other programs leave CPUs free; else None.
 
         On a CPU, torch's threads wait for each other at each operation, so all wait for the thread that lacks a CPU
         (``benchmarks/threads.py``).
         """
         if not self._shares_cpus():
-            return ""
+            return None
         threads = self.facts.torch_threads or 1
         free_share = max(0.0, 1 - (self.facts.others_cpu_pct or 0.0) / 100)
         free_cpus = max(1, int((self.facts.usable_cpus or 1) * free_share))
         if threads <= free_cpus:
-            return ""
-        fewer = f"OMP_NUM_THREADS={free_cpus} LIGHTNING_FEED=1 {self.program.typed}"
+            return None
+        fewer = f"OMP_NUM_THREADS={free_cpus} {self.program.typed}"
         if self.program.is_notebook:
             fewer = f"torch.set_num_threads({free_cpus})"
-        return f"try `{fewer}`, since torch's {threads} threads wait for each other"
+        elif not self.facts.trainer.measures:
+            fewer = f"OMP_NUM_THREADS={free_cpus} LIGHTNING_FEED=1 {self.program.typed}"
+        return _Step(f"try `{fewer}`, since torch's {threads} threads wait for each other")
 
     def _shares_cpus(self) -> bool:
         """True if the model runs on CPUs that other programs use, too."""

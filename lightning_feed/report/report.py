@@ -13,11 +13,11 @@ from typing import ClassVar, Literal
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.stats import RankStats
+from lightning_feed.report.words import LOOP_WORDS, share_text, toy_sentence
 from lightning_feed.storage.file_system import file_system
-from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.remedies import may_try_workers
-from lightning_feed.verdict.shares import LOOP_WORDS, Shares, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.shares import Shares, grade_of, is_toy_step, shares_of
 from lightning_feed.wording import plural
 
 
@@ -262,7 +262,7 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     facts = diagnosis.measurements.facts
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     is_faulty = facts.loader.repeated or facts.cut_short is not None  # a fault matters more than short steps
-    return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
+    return judged and not is_faulty and is_toy_step(diagnosis.stats.step_ms)
 
 
 def should_try_workers(diagnosis: Diagnosis) -> bool:
@@ -275,7 +275,7 @@ def takes_turns(diagnosis: Diagnosis) -> bool:
     """True if the training process itself loads, and workers are no remedy and not to be tried. Loading and training
     then take turns, and neither is the bottleneck."""
     loads_itself = diagnosis.measurements.facts.loader.num_workers == 0
-    workers_help = any(remedy.changes.startswith("num_workers=") for remedy in diagnosis.remedies)
+    workers_help = any(remedy.sets("num_workers") for remedy in diagnosis.remedies)
     may_help = workers_help or should_try_workers(diagnosis)
     return diagnosis.bottleneck == "data" and loads_itself and not may_help
 

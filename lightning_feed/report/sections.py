@@ -22,9 +22,10 @@ from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Mea
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, fastest, rate, start_ms_per_step, takes_turns
+from lightning_feed.report.words import in_ms, words
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Effect, Remedy
 from lightning_feed.verdict.lighter_samples import name_of_change
-from lightning_feed.verdict.shares import in_ms, model_disturbed
+from lightning_feed.verdict.shares import model_disturbed
 from lightning_feed.wording import in_rate, plural, rate_unit, size_text, source_line
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
@@ -356,20 +357,23 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
     """Sections for the causes, the remedies, and the notes that the next step does not repeat."""
     cause = cause_text(diagnosis)
-    reasons = list(diagnosis.evidence)
+    measured = diagnosis.measurements
+    evidence = [words(note, measured) for note in diagnosis.evidence]
+    why_not = [words(note, measured) for note in diagnosis.why_not]
+    reasons = list(evidence)
     console = []
     if cause:
         reasons.insert(0, cause)
         console.append(f"cause {cause}")
-    if diagnosis.evidence:
-        console.append(f"why   {'; '.join(diagnosis.evidence)}")
+    if evidence:
+        console.append(f"why   {'; '.join(evidence)}")
     yield from _list("Why", reasons, console)
     if diagnosis.remedies:
         rows = [_remedy_row(remedy, diagnosis) for remedy in diagnosis.remedies]
         header = ("change", "why", "gain")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
-    console = [*(f"not   {reason}" for reason in diagnosis.why_not), *(f"note  {note}" for note in notes)]
-    yield from _list("Notes", [*(f"not {reason}" for reason in diagnosis.why_not), *notes], console)
+    console = [*(f"not   {reason}" for reason in why_not), *(f"note  {note}" for note in notes)]
+    yield from _list("Notes", [*(f"not {reason}" for reason in why_not), *notes], console)
 
 
 def _list(title: str, lines: Sequence[str], console: Sequence[str] = ()) -> Iterator[Section]:
@@ -378,7 +382,9 @@ def _list(title: str, lines: Sequence[str], console: Sequence[str] = ()) -> Iter
 
 
 def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
-    why = f"{remedy.where}: {_why(remedy)}" if remedy.where else _why(remedy)
+    why = _why(remedy, diagnosis.measurements)
+    if remedy.where:
+        why = f"{remedy.where}: {why}"
     return (remedy.code, why, _at_most(remedy, diagnosis))
 
 
@@ -388,18 +394,21 @@ _EFFECTS: dict[Effect, str] = {
     "order": "batches come in a random order",
     "pixels": "pixels differ slightly",
     "memory": "it takes memory",
+    "sums": "sums of floats may differ in their last bits",
 }
 
 
-def _why(remedy: Remedy) -> str:
-    """The reason why a remedy helps, and its other effects."""
-    return "; ".join([remedy.why, *(_EFFECTS[effect] for effect in remedy.effects)])
+def _why(remedy: Remedy, measured: Measurements) -> str:
+    """The reasons why a remedy helps, and its other effects."""
+    reasons = [words(note, measured) for note in remedy.why]
+    return "; ".join([*reasons, *(_EFFECTS[effect] for effect in remedy.effects)])
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
     """The largest possible gain of a remedy, or its step times in trials, in words; empty if unknown."""
-    if remedy.tried:
-        return f"tried: {remedy.tried}"
+    if remedy.tried_ms is not None:
+        own_ms, new_ms = remedy.tried_ms
+        return f"tried: {in_ms(own_ms, own_ms)} -> {in_ms(new_ms, own_ms)} ms a step"
     step_ms = diagnosis.stats.step_ms
     if remedy.least_step_ms and step_ms:
         return f"at most {step_ms / remedy.least_step_ms:.2f} x as fast"
@@ -412,7 +421,9 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
     lead = "fix   "
     for remedy in diagnosis.remedies:
         gain = _at_most(remedy, diagnosis)
-        comment = f"{_why(remedy)} ({gain})" if gain else _why(remedy)
+        comment = _why(remedy, diagnosis.measurements)
+        if gain:
+            comment += f" ({gain})"
         if remedy.where:
             yield f"{lead}{remedy.where}"
             lead = " " * 8

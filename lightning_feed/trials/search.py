@@ -33,7 +33,6 @@ UNLIKE = 1.25
 less long, and does so again."""
 UNEVEN = 2.0
 """Longest wait for a batch, as a multiple of the mean, from which higher prefetch factors are tried."""
-OUT_OF_TIME = "; the time ended the search"
 """End of the reason for a setting if the search had more to try."""
 DEPTHS = (4, 8)
 """Prefetch factors to try if batches take unequal times. Torch's default is 2."""
@@ -260,7 +259,7 @@ class _Search:
         else:
             reason = f"the fastest of {tried}"
         if not finished:
-            reason += OUT_OF_TIME
+            reason += "; the time ended the search"
         trials = tuple(self._trials.values())
         return Choice(setting=best.setting, reason=reason, trials=trials, finished=finished)
 

@@ -120,6 +120,8 @@ class Tuned:
     batch_size: int | None = None
     whole: bool = True
     """True if the search was not ended by time, and not disturbed by other programs. Only such results are stored."""
+    out_of_time: bool = False
+    """True if time ended the search."""
     inconclusive: bool = False
     """True if trials did not imitate training, so that nothing follows from them."""
     remembered: bool = False
@@ -272,6 +274,7 @@ class _Run:
             reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
+            out_of_time=not choice.finished,
             inconclusive=choice.inconclusive,
             batch_size=self.loader.batch_size,
             whole=choice.finished and not is_busy(others, self.machine),

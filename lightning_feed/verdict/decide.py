@@ -9,21 +9,19 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
-from lightning_feed.verdict.device_use import wait_text, waits_in_each_step
-from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
-from lightning_feed.verdict.notes import SHARD, cut_short, notes_for, why_not
+from lightning_feed.verdict.device_use import wait_note, waits_in_each_step
+from lightning_feed.verdict.diagnosis import Bottleneck, Change, Diagnosis, Note, Remedy
+from lightning_feed.verdict.notes import cut_short, notes_for, why_not
 from lightning_feed.verdict.remedies import DATALOADER, Finding, largest, remedies_for, trainer_remedy
 from lightning_feed.verdict.shares import (
-    LOOP_WORDS,
     Shares,
     StepPart,
     grade_of,
-    in_ms,
+    is_toy_step,
     lacked_cpu,
     model_alone_ms,
     model_disturbed,
     shares_of,
-    toy_sentence,
 )
 from lightning_feed.verdict.thresholds import (
     BESIDE_LEAST_S,
@@ -39,7 +37,7 @@ from lightning_feed.verdict.thresholds import (
     SLOW_START_S,
     WAITS_NAMED,
 )
-from lightning_feed.wording import plural, source_line
+from lightning_feed.wording import source_line
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
     "framework": framework_cause,
@@ -55,8 +53,9 @@ def decide(measured: Measurements) -> Diagnosis:
     steps = _of_steps(measured)
     limit = _limit_of(measured)
     if limit is None:
-        note = _beside_training(measured)
-        return replace(steps, notes=(note, *steps.notes)[:MOST_NOTES]) if note else steps
+        if not _takes_much_beside_training(measured):
+            return steps
+        return replace(steps, notes=(Note.of("share of the run"), *steps.notes)[:MOST_NOTES])
     validation = measured.validation
     if limit == "checkpoints" or validation is None:
         return _of_the_run(limit, steps, None)
@@ -96,9 +95,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
         evidence=_evidence(measured, shares, list(reasons.values())),
         measurements=measured,
     )
-    toy = toy_sentence(shares.step_ms)
-    if toy is not None:
-        return replace(diagnosis, notes=(*cut_short(measured.facts), toy))
+    if is_toy_step(shares.step_ms):
+        return replace(diagnosis, notes=tuple(cut_short(measured.facts)))
     causes = {part: reason.cause for part, reason in reasons.items()}
     return _with_advice(diagnosis, Finding(measured=measured, shares=shares, causes=causes))
 
@@ -106,14 +104,16 @@ def _of_steps(measured: Measurements) -> Diagnosis:
 def _with_advice(diagnosis: Diagnosis, finding: Finding) -> Diagnosis:
     stripped = _stripped(finding)
     remedies: tuple[Remedy, ...] = ()
-    if not stripped and not finding.loader.repeated:  # a stream that repeats samples has to be mended first
+    if not finding.loader.repeated:  # a stream that repeats samples has to be mended first
         remedies = remedies_for(finding)
+    if stripped:
+        remedies = tuple(remedy for remedy in remedies if remedy.tried_ms is not None)
     reasons = why_not(finding, remedies)
-    notes = [note for note in notes_for(finding, remedies) if not (reasons and note == SHARD)]
+    notes = [note for note in notes_for(finding, remedies) if not (reasons and note.kind == "may repeat samples")]
     return replace(diagnosis, remedies=remedies, notes=(*stripped, *notes)[:MOST_NOTES], why_not=reasons)
 
 
-def _stripped(finding: Finding) -> tuple[str, ...]:
+def _stripped(finding: Finding) -> tuple[Note, ...]:
     """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
 
     Steps of such a fit are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger
@@ -123,18 +123,14 @@ def _stripped(finding: Finding) -> tuple[str, ...]:
     limit_pct = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
     if not left_out or finding.shares.data_pct >= limit_pct:
         return ()
-    note = "not run here, and the rest waits little. Train with LIGHTNING_FEED=1 to measure them"
-    return (f"{left_out}: {note}",)
+    return (Note.of("left out of the fit", parts=left_out),)
 
 
 def _not_measured(measured: Measurements) -> Diagnosis:
     steps = measured.stats.steps
-    reason = (
-        f"{steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those after a "
-        "validation do not count"
-    )
+    reason = Note.of("too few steps", steps=steps, needed=MIN_STEPS)
     if not steps and measured.experiments.loader_per_s:
-        reason = "only the loader was measured: give a LightningModule, too, to see if training waits for it"
+        reason = Note.of("loader alone")
     return Diagnosis(
         bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
     )
@@ -142,7 +138,7 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
     """Report that there is no verdict, because the loading threads waited for CPUs that other programs used."""
-    waits = f"training waits {shares.data_pct:.0f} % of each step for data, and loading for a CPU"
+    waits = Note.of("waits and lacks a CPU", pct=shares.data_pct)
     return Diagnosis(
         bottleneck="unknown",
         grade=grade_of(shares.data_pct),
@@ -152,20 +148,15 @@ def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
     )
 
 
-def _others(measured: Measurements) -> str:
-    """The sentence about the CPU use of other programs."""
-    return f"other programs take {measured.facts.others_cpu_pct:.0f} % of the CPUs: figures are of this moment"
+def _others(measured: Measurements) -> Note:
+    """The note about the CPU use of other programs."""
+    return Note.of("others busy", pct=measured.facts.others_cpu_pct)
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
     """The verdict without the measured time of the model alone, which is impossible: it is longer than a step."""
-    alone_ms = model_alone_ms(measured) or 0.0
-    step_ms = measured.stats.step_ms or 0.0
     diagnosis = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
-    disturbed = (
-        f"the model alone took {in_ms(alone_ms, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
-        "something disturbed that experiment, so its result is ignored"
-    )
+    disturbed = Note.of("model disturbed", ms=model_alone_ms(measured), step_ms=measured.stats.step_ms)
     return replace(
         diagnosis,
         confidence=_LOWER[diagnosis.confidence],
@@ -190,13 +181,12 @@ def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confi
     return confidence
 
 
-def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason]) -> tuple[str, ...]:
+def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason]) -> tuple[Note, ...]:
     """Evidence: the largest parts of a step, the figures of their causes, and related facts."""
     step_ms = shares.step_ms
     evidence = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
-        compute_pct = 100 * (measured.stats.compute_ms or 0.0) / step_ms
-        evidence.append(f"{compute_pct:.0f} % of each step is forward, backward and optimizer")
+        evidence.append(Note.of("compute share", pct=100 * (measured.stats.compute_ms or 0.0) / step_ms))
     for reason in reasons:
         evidence += reason.evidence
     if shares.compute_bound_confirmed and shares.over:
@@ -206,81 +196,75 @@ def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason])
     return (*evidence, *_beside(measured, step_ms))
 
 
-def _beside(measured: Measurements, step_ms: float) -> list[str]:
+def _beside(measured: Measurements, step_ms: float) -> list[Note]:
     """Further evidence: hidden waits, earlier epochs, starts of epochs, other programs, and steps not measured."""
     stats = measured.stats
     facts = measured.facts
     evidence = []
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * step_ms:
-        hidden = in_ms(stats.hidden_wait_ms, step_ms)
-        wait = in_ms(stats.next_wait_ms, step_ms)
-        evidence.append(f"{hidden} of {wait} ms in next(loader) are hidden: the device computes meanwhile")
-    evidence += [wait_text(wait, measured) for wait in waits_in_each_step(facts)[:WAITS_NAMED]]
+        evidence.append(Note.of("hidden wait", hidden_ms=stats.hidden_wait_ms, ms=stats.next_wait_ms))
+    evidence += [wait_note(wait, measured) for wait in waits_in_each_step(facts)[:WAITS_NAMED]]
     if facts.waited_ms is not None:
-        before, since = (in_ms(ms, step_ms) for ms in facts.waited_ms)
-        evidence.append(
-            f"in earlier epochs, which do not count here, a step waited {before} ms for data, and since then {since}"
-        )
+        before_ms, since_ms = facts.waited_ms
+        evidence.append(Note.of("waited in earlier epochs", before_ms=before_ms, since_ms=since_ms))
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
-        evidence.append(f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s")
+        evidence.append(Note.of("slow epoch start", s=stats.epoch_start_s))
     if facts.crowded:
         evidence.append(_others(measured))
     if stats.lost_steps:
-        evidence.append(f"{stats.lost_steps} steps could not be measured on the device")
+        evidence.append(Note.of("lost steps", steps=stats.lost_steps))
     return evidence
 
 
-def _loading(measured: Measurements) -> list[str]:
+def _loading(measured: Measurements) -> list[Note]:
     """Evidence: the number of workers, if they hand batches over in place, and the shares of their time on a CPU,
     waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
     if workers == 0:
-        return [f"num_workers=0, so loading and {LOOP_WORDS[measured.facts.stage]} take turns"]
-    text = f"the loader has {plural(workers, 'worker')}"
-    if measured.facts.usable_cpus is not None:
-        text += f" on {plural(measured.facts.usable_cpus, 'CPU')}"
-    if measured.facts.loader.in_place:
-        text += ", with batches in place"
-    on_cpu = measured.loaders.workers_on_cpu_pct
-    queue = measured.loaders.workers_run_queue_pct
-    blocked = measured.loaders.workers_blocked_pct
-    if on_cpu is not None and queue is not None and blocked is not None:
-        text += f": on a CPU {on_cpu:.0f} % of the time, waiting for one {queue:.0f} %, blocked {blocked:.0f} %"
-    return [text]
+        return [Note.of("takes turns", stage=measured.facts.stage)]
+    loaders = measured.loaders
+    note = Note.of(
+        "workers",
+        workers=workers,
+        cpus=measured.facts.usable_cpus,
+        in_place=bool(measured.facts.loader.in_place),
+        on_cpu_pct=loaders.workers_on_cpu_pct,
+        queue_pct=loaders.workers_run_queue_pct,
+        blocked_pct=loaders.workers_blocked_pct,
+    )
+    return [note]
 
 
-def _making(measured: Measurements) -> list[str]:
+def _making(measured: Measurements) -> list[Note]:
     """Evidence: the time to make a batch, its larger part (samples or collating), and that part's slowest function."""
     samples_ms = measured.experiments.samples_ms
     collate_ms = measured.experiments.collate_ms
     if samples_ms is None or not collate_ms:
         return []
     stage = "collate" if collate_ms > samples_ms else "samples"
-    making = {"samples": "making its samples", "collate": "collating them"}[stage]
     whole_ms = samples_ms + collate_ms
     larger_pct = 100 * max(samples_ms, collate_ms) / whole_ms
-    text = f"a batch takes {whole_ms:.1f} ms in one process, {making} {larger_pct:.0f} %"
     slowest = next((function for function in measured.experiments.functions if function.stage == stage), None)
-    if slowest is not None:
-        text += f", most of it in {slowest.name} ({source_line(slowest.file, slowest.line)})"
-    return [text]
+    if slowest is None:
+        return [Note.of("making a batch", ms=whole_ms, pct=larger_pct, stage=stage)]
+    at = source_line(slowest.file, slowest.line)
+    return [Note.of("making a batch", ms=whole_ms, pct=larger_pct, stage=stage, function=slowest.name, at=at)]
 
 
-def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
-    step_ms = shares.step_ms
+def _part(measured: Measurements, shares: Shares, part: StepPart) -> Note:
     if part == "framework":
-        return f"{_of_step(measured.between_ms, step_ms, shares.framework_pct)} between the steps"
-    if part == "copy":
-        return f"{_of_step(measured.stats.copy_ms, step_ms, shares.copy_pct)} in the transfer to the device"
-    # Not ``data_pct``, which may be the share of epochs' first batches: these belong to no step.
-    waiting = f"{_of_step(shares.data_ms, step_ms, 100 * shares.data_ms / step_ms)} waiting for data"
-    return f"{waiting}, the slowest rank of each step" if shares.by_ranks else waiting
-
-
-def _of_step(ms: float | None, step_ms: float, pct: float) -> str:
-    return f"{in_ms(ms, step_ms)} of {in_ms(step_ms, step_ms)} ms ({pct:.0f} %)"
+        ms: float | None = measured.between_ms
+        pct = shares.framework_pct
+    elif part == "copy":
+        ms = measured.stats.copy_ms
+        pct = shares.copy_pct
+    else:  # not ``data_pct``, which may be the share of epochs' first batches: these belong to no step
+        ms = shares.data_ms
+        pct = 100 * shares.data_ms / shares.step_ms
+    by_ranks = part == "data" and shares.by_ranks
+    return Note.of("part of the step", part=part, ms=ms, step_ms=shares.step_ms, pct=pct, by_ranks=by_ranks)
 
 
 # --- where most of a run is not training --------------------------------------------------------------------------
@@ -303,37 +287,13 @@ def _limit_of(measured: Measurements) -> Limit | None:
     return "validation" if validation >= checkpoints else "checkpoints"
 
 
-def _beside_training(measured: Measurements) -> str:
-    """The note on validation and checkpoints; empty unless they take much of the time of a fit."""
+def _takes_much_beside_training(measured: Measurements) -> bool:
+    """True for a fit in which validation and checkpoints take much of the time."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
-        return ""
+        return False
     taken_s = wall.seconds("validation") + wall.seconds("checkpoints")
-    return share_text(measured) if taken_s >= max(BESIDE_LEAST_S, BESIDE_NOTED_SHARE * wall.run_s) else ""
-
-
-def share_text(measured: Measurements) -> str:
-    """Words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
-
-    Checkpoints are added if they take much time.
-    """
-    wall = measured.wall
-    if wall is None or wall.run_s <= 0:
-        return ""  # an older report
-    validation_s = wall.seconds("validation")
-    checkpoints_s = wall.seconds("checkpoints")
-    shares = []
-    if validation_s:
-        share = f"validation takes {100 * validation_s / wall.run_s:.0f} % of the run"
-        if measured.validation is not None:
-            waited_pct = 100 * min(1.0, measured.validation.waited_s / validation_s)
-            share += f", and waits for data {waited_pct:.0f} % of its time"
-        shares.append(share)
-    if checkpoints_s >= validation_s or 100 * checkpoints_s >= LEAST_GAIN_PCT * wall.run_s:
-        shares.append(f"checkpoints take {100 * checkpoints_s / wall.run_s:.0f} % of the run")
-    if checkpoints_s > validation_s:
-        shares.reverse()
-    return "; ".join(shares)
+    return taken_s >= max(BESIDE_LEAST_S, BESIDE_NOTED_SHARE * wall.run_s)
 
 
 def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) -> Diagnosis:
@@ -349,17 +309,17 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
     assert wall is not None
     rarer = rarer_validation(measured, wall) if limit == "validation" else rarer_checkpoints(measured, wall)
     remedies = [] if rarer is None else [rarer]
-    evidence = [share_text(measured)]
+    evidence = [Note.of("share of the run")]
     diagnosis = replace(steps, bottleneck=limit, cause="unknown", notes=(), why_not=())
     if validation is not None:
         remedies += [_in_the_run(remedy, wall) for remedy in validation.remedies]
-        evidence += [f"in validation: {line}" for line in validation.evidence]
+        evidence += [note.of_validation() for note in validation.evidence]
         diagnosis = replace(
             diagnosis,
             cause=validation.cause,
             confidence=validation.confidence,
-            notes=validation.notes,
-            why_not=validation.why_not,
+            notes=tuple(note.of_validation() for note in validation.notes),
+            why_not=tuple(note.of_validation() for note in validation.why_not),
         )
     return replace(diagnosis, evidence=tuple(evidence), remedies=largest(remedies, LEAST_GAIN_PCT))
 
@@ -367,7 +327,8 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
     """Convert a remedy for the validation loader: its saving becomes a share of the run."""
     gain_pct = (remedy.most_gain_pct or 0.0) * wall.seconds("validation") / wall.run_s
-    return replace(remedy, why=f"in validation: {remedy.why}", least_step_ms=None, most_gain_pct=gain_pct)
+    why = tuple(note.of_validation() for note in remedy.why)
+    return replace(remedy, why=why, least_step_ms=None, most_gain_pct=gain_pct)
 
 
 # --- remedies for the run -----------------------------------------------------------------------------------------
@@ -382,10 +343,7 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
         return None
     if wall.times("checkpoints") <= wall.times("validation"):
         taken_s += wall.seconds("checkpoints")  # without an interval, ModelCheckpoint saves after each validation
-    why = (
-        f"validation runs {change.factor:.3g} times less often, and so do early stopping, the choice of the best "
-        "checkpoint and schedulers that use a validation metric"
-    )
+    why = Note.of("validation rarer", times=change.factor)
     code = measured.facts.loader_code or DATALOADER
     return replace(
         trainer_remedy(code, change.setting, change.before, change.after, why),
@@ -450,9 +408,9 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
         form="callback",
         where=f"every_n_train_steps: {interval} -> {rarer} in callbacks=[...] of your Trainer, with `from "
         f"{facts.trainer.package}.callbacks import ModelCheckpoint`",
-        why=f"each of {times} checkpoints took {taken_s / times:.2f} s",
+        why=(Note.of("checkpoint cost", times=times, s=taken_s / times),),
         most_gain_pct=100 * taken_s * (1 - 1 / factor) / wall.run_s,
-        changes=f"every_n_train_steps={rarer}",
+        change=Change("every_n_train_steps", str(rarer)),
     )
 
 

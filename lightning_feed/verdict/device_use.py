@@ -1,6 +1,7 @@
 """The device's busy share of the step itself, and the possible cost of the host's waits for it."""
 
 from lightning_feed.measure.measurements import DeviceWait, LoopFacts, Measurements
+from lightning_feed.verdict.diagnosis import Note
 from lightning_feed.verdict.thresholds import BUSY_DEVICE_SHARE
 from lightning_feed.wording import source_line
 
@@ -44,14 +45,12 @@ def wait_cost_pct(measured: Measurements) -> float | None:
     return 100 * min(share, 1 - share) * stats.compute_ms / stats.step_ms
 
 
-def wait_text(wait: DeviceWait, measured: Measurements) -> str:
-    """The sentence on a wait in each step, and on its cost."""
-    text = f"{source_line(wait.file, wait.line)} waits for the GPU in each step"
-    if wait.code:
-        text += f" (`{wait.code}`)"
+def wait_note(wait: DeviceWait, measured: Measurements) -> Note:
+    """The note on a wait in each step, with its cost, which is 0 if the device is busy meanwhile."""
     share = idle_share(measured)
-    cost_pct = wait_cost_pct(measured)
+    cost_pct = wait_cost_pct(measured) if has_idle_device(measured) else 0.0
     if share is None or cost_pct is None:
-        return text
-    costs = f"up to {cost_pct:.0f} % of a step" if has_idle_device(measured) else "nothing"
-    return f"{text}, which costs {costs}: the GPU is busy {100 * (1 - share):.0f} % of the step itself"
+        return Note.of("device wait", at=source_line(wait.file, wait.line), code=wait.code)
+    busy_pct = 100 * (1 - share)
+    at = source_line(wait.file, wait.line)
+    return Note.of("device wait", at=at, code=wait.code, cost_pct=cost_pct, busy_pct=busy_pct)

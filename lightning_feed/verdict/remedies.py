@@ -10,9 +10,9 @@ from typing import NamedTuple
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Effect, Form, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Change, Effect, Form, Note, NoteKind, Remedy
 from lightning_feed.verdict.lighter_samples import lighter_sample_remedy
-from lightning_feed.verdict.shares import LOOP_WORDS, Shares, in_ms, workers_fill_cpus
+from lightning_feed.verdict.shares import Shares, workers_fill_cpus
 from lightning_feed.verdict.thresholds import (
     DATA_PCT,
     LEAST_GAIN_PCT,
@@ -22,6 +22,12 @@ from lightning_feed.verdict.thresholds import (
 )
 
 DATALOADER = LoaderCode(words="your training DataLoader")
+DATALOADERS = {
+    "fit": DATALOADER,
+    "validate": LoaderCode(words="your validation DataLoader"),
+    "test": LoaderCode(words="your test DataLoader"),
+    "predict": LoaderCode(words="your prediction DataLoader"),
+}
 OUR_SETTINGS = LoaderCode(words="loader=LoaderSettings(...) of your data module", form="settings")
 """Words for a loader if nothing more is known of the user's code: for a DataLoader, and for a FastDataModule."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
@@ -70,7 +76,7 @@ class Finding:
             return self.facts.loader_code
         if self.loader.ours:
             return OUR_SETTINGS
-        return replace(DATALOADER, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
+        return DATALOADERS[self.facts.stage]
 
     def can_set(self, name: str) -> bool:
         """True if the code described by :attr:`loader_code` takes this setting."""
@@ -91,7 +97,7 @@ Settings = dict[str, object]
 """New settings of a loader, by name."""
 
 
-def loader_remedy(finding: Finding, settings: Settings, why: str, step_ms: float | None = None) -> Remedy:
+def loader_remedy(finding: Finding, settings: Settings, why: Note, step_ms: float | None = None) -> Remedy:
     """A remedy that changes settings of the training loader. Its words name the first setting."""
     name = next(iter(settings))
     value = settings[name]
@@ -102,9 +108,9 @@ def loader_remedy(finding: Finding, settings: Settings, why: str, step_ms: float
         code=paste.code,
         form=paste.form,
         where=f"{name}: {before} -> {value} {paste.where}",
-        why=why,
+        why=(why,),
         least_step_ms=step_ms,
-        changes=f"{name}={value!r}",
+        change=Change(name, repr(value)),
     )
 
 
@@ -131,7 +137,7 @@ def _paste_settings(loader_code: LoaderCode, name: str, settings: Settings) -> _
     return _Paste(code, loader_code.form, f"in {loader_code.words}")
 
 
-def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: str) -> Remedy:
+def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: Note) -> Remedy:
     """A remedy that changes an argument of the Trainer, or its command-line key with LightningCLI.
 
     The caller adds the bound of the step time or of the saving.
@@ -142,13 +148,13 @@ def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: ob
         code=f"{trainer_key}{name}={after}",
         form="override" if trainer_key else "trainer",
         where=f"{name}: {before} -> {after} {where}",
-        why=why,
-        changes=f"{name}={after}",
+        why=(why,),
+        change=Change(name, str(after)),
     )
 
 
 def _callback_remedy(
-    finding: Finding, module: str, name: str, why: str, *, argument: str = "", change: str = ""
+    finding: Finding, module: str, name: str, why: Note, *, argument: str = "", change: str = ""
 ) -> Remedy:
     """A remedy that adds a callback to the Trainer, or on the command line with LightningCLI.
 
@@ -165,11 +171,11 @@ def _callback_remedy(
     trainer_key = finding.loader_code.trainer_key
     if not trainer_key:
         where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {name}`"
-        return Remedy(code=f"{name}({argument})", form="callback", where=where, why=why)
+        return Remedy(code=f"{name}({argument})", form="callback", where=where, why=(why,))
     code = f"{trainer_key}callbacks+={module}.{name}"
     if argument:
         code += f" {trainer_key}callbacks.{argument}"
-    return Remedy(code=code, form="override", where=f"{change}on the command line", why=why)
+    return Remedy(code=code, form="override", where=f"{change}on the command line", why=(why,))
 
 
 # --- the loader ---------------------------------------------------------------------------------------------------
@@ -190,9 +196,7 @@ def more_workers(finding: Finding) -> Remedy | None:
         return None
     if chosen.num_workers <= (loader.num_workers or 0) or not _are_alike(loader):
         return None
-    why = "more workers make more batches at once"
-    if loader.num_workers == 0:
-        why = "batches are made while the model trains"
+    why: NoteKind = "beside training" if loader.num_workers == 0 else "more at once"
     return _tried_remedy(finding, why, _pinned_with_workers(finding))
 
 
@@ -244,7 +248,7 @@ def _are_alike(loader: LoaderFacts) -> bool:
     return len(set(loader.every_num_workers)) <= 1
 
 
-def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | None:
+def _tried_remedy(finding: Finding, why: NoteKind, settings: Settings) -> Remedy | None:
     """Remedy: the setting that the trials chose; None if the trials did not measure the present setting."""
     results = finding.measured.experiments
     own = results.tried_as("own")
@@ -256,9 +260,9 @@ def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | No
     own_ms = results.own_fit_ms or own.step_ms
     chosen_ms = results.chosen_fit_ms or chosen.step_ms
     return replace(
-        loader_remedy(finding, {"num_workers": chosen.num_workers} | settings, why),
+        loader_remedy(finding, {"num_workers": chosen.num_workers} | settings, Note.of(why)),
         most_gain_pct=100 * (1 - chosen_ms / own_ms),
-        tried=f"{in_ms(own_ms, own_ms)} -> {in_ms(chosen_ms, own_ms)} ms a step",
+        tried_ms=(own_ms, chosen_ms),
     )
 
 
@@ -277,18 +281,22 @@ def _pinned_with_workers(finding: Finding) -> Settings:
 
 
 def fewer_workers(finding: Finding) -> Remedy | None:
-    """Remedy: fewer workers, or none, if training waits for data and a trial with fewer workers was faster."""
-    if finding.data in (None, "epoch start", "one rank") or not _are_alike(finding.loader):
+    """Remedy: fewer workers, or none, if a trial with fewer workers was faster.
+
+    Where training does not wait for data, only training itself can have shown that.
+    """
+    was_trained = finding.measured.experiments.chosen_fit_ms is not None
+    if finding.data == "one rank" or (finding.data is None and not was_trained) or not _are_alike(finding.loader):
         return None
     chosen = finding.measured.experiments.tried_as("chosen")
     if chosen is None or chosen.num_workers >= (finding.loader.num_workers or 0):
         return None
     if chosen.num_workers:
-        return _tried_remedy(finding, "the workers compete for CPUs", {})
+        return _tried_remedy(finding, "compete for CPUs", {})
     without = _without_workers(finding)
     if without is None:
         return None
-    return _tried_remedy(finding, "making a batch is faster than sending it from a worker", without)
+    return _tried_remedy(finding, "sending is slow", without)
 
 
 def _without_workers(finding: Finding) -> Settings | None:
@@ -326,7 +334,7 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
     saved_s = max(0.0, start_s - making_s)
     saved_ms = 1e3 * saved_s / (finding.facts.batches_per_epoch or 1)
-    why = f"saves {saved_s:.2f} s an epoch, in which workers start again"
+    why = Note.of("starts again", s=saved_s)
     remedy = loader_remedy(finding, {"persistent_workers": True}, why)
     return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
 
@@ -348,7 +356,7 @@ def any_order(finding: Finding) -> Remedy | None:
         return None
     if not finding.can_set("in_order") or finding.facts.stage == "predict":
         return None
-    why = "finished batches do not wait for a slow one"
+    why = Note.of("slow batch overtaken")
     return loader_remedy(finding, {"in_order": False}, why, bounds.data_free_ms(finding.measured, finding.shares))
 
 
@@ -365,9 +373,9 @@ def files_in_memory(finding: Finding) -> Remedy | None:
         code='stage_to="/dev/shm"',
         form="datamodule",
         where=f"stage_to: not set -> /dev/shm in the call that makes your {name}",
-        why="the files are copied once, if they fit",
+        why=(Note.of("copied once"),),
         least_step_ms=step_ms,
-        changes="staged=True",
+        change=Change("staged", "True"),
     )
 
 
@@ -387,10 +395,9 @@ def crops_only(finding: Finding) -> Remedy | None:
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
         where=f"as the datamodule of trainer.fit, in place of {finding.loader_code.words}",
-        why="put in your transform. Only the crop of an image is decoded: "
-        f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
+        why=(Note.of("only crops", crop_ms=trial.crop_ms, whole_ms=trial.whole_ms),),
         least_step_ms=bounds.with_crops(finding.measured, finding.shares),
-        changes=f"decodes_whole=False,num_workers={workers}",
+        change=Change("decodes_whole", "False"),
     )
 
 
@@ -437,6 +444,26 @@ def _our_package(finding: Finding) -> str:
     return "lightning_feed" if finding.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
 
 
+# --- the CPUs -----------------------------------------------------------------------------------------------------
+
+
+def fewer_torch_threads(finding: Finding) -> Remedy | None:
+    """Remedy: fewer threads of torch, if training itself was faster with them beside its workers."""
+    trial = finding.measured.experiments.threads
+    if trial is None or trial.own_ms <= trial.step_ms:
+        return None
+    present = finding.facts.torch_threads
+    return Remedy(
+        code=f"import torch\ntorch.set_num_threads({trial.torch_threads})",
+        form="statement",
+        where=f"threads of torch: {present} -> {trial.torch_threads} at the start of your program",
+        why=(Note.of("threads wait", workers=trial.num_workers),),
+        most_gain_pct=100 * (1 - trial.step_ms / trial.own_ms),
+        tried_ms=(trial.own_ms, trial.step_ms),
+        change=Change("torch_threads", str(trial.torch_threads)),
+    )
+
+
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
 
 _COPIED_ON_THE_WAY: tuple[Cause, ...] = ("unpinned", "not overlapped", "link")
@@ -458,17 +485,17 @@ def batches_in_place(finding: Finding) -> Remedy | None:
     saved_ms = _saved_in_place_ms(finding)
     if not saved_ms or not _may_come_in_place(finding):
         return None
-    why = "workers leave batches where training reads them: nothing copies or pins them on the way"
+    why = Note.of("in place")
     remedy = _wrapped(finding, why)
     if remedy is None and may_be_tuned(finding.facts):
         remedy = _callback_remedy(finding, _our_package(finding), "AutotuneCallback", why)
     if remedy is None:
         return None
-    return replace(remedy, least_step_ms=bounds.without(finding.shares, saved_ms), changes=IN_PLACE)
+    return replace(remedy, least_step_ms=bounds.without(finding.shares, saved_ms), change=IN_PLACE)
 
 
-IN_PLACE = "hand_over='slots'"
-"""``changes`` of the remedy that hands batches over in place."""
+IN_PLACE = Change("hand_over", "slots")
+"""The change of the remedy that hands batches over in place."""
 
 
 def _saved_in_place_ms(finding: Finding) -> float:
@@ -488,7 +515,7 @@ def _may_come_in_place(finding: Finding) -> bool:
     return bool(facts.loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
 
 
-def _wrapped(finding: Finding, why: str) -> Remedy | None:
+def _wrapped(finding: Finding, why: Note) -> Remedy | None:
     """Remedy: the user's data module, wrapped. None without one, and for one that a command line sets up."""
     code = finding.loader_code
     if not code.datamodule or code.trainer_key or code.form == "settings":
@@ -497,7 +524,7 @@ def _wrapped(finding: Finding, why: str) -> Remedy | None:
         code=f"from {_our_package(finding)} import FastDataModule\nFastDataModule.wrap({code.datamodule}(...))",
         form="replacement",
         where=f"as the datamodule of trainer.fit, in place of {code.datamodule}(...)",
-        why=why,
+        why=(why,),
     )
 
 
@@ -516,7 +543,7 @@ def pinned_memory(finding: Finding) -> Remedy | None:
     if batches_in_place(finding) is not None:
         return None
     step_ms = bounds.without(finding.shares, finding.measured.stats.copy_ms or 0.0)
-    return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)
+    return loader_remedy(finding, {"pin_memory": True}, Note.of("copies wait"), step_ms)
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
@@ -527,11 +554,11 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
         return None
     if finding.loader.pin_memory is not True:
         return None
-    why = "copies the next batch while this one computes"
+    why = Note.of("copied ahead")
     return replace(
         _callback_remedy(finding, _our_package(finding), "PrefetchCallback", why),
         least_step_ms=bounds.without(finding.shares, stats.copy_ms),
-        changes="prefetch_callback=True",
+        change=Change("prefetch_callback", "True"),
     )
 
 
@@ -546,11 +573,12 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
         finding,
         f"{finding.facts.trainer.package}.callbacks",
         str(_bar_of(drawn[0])),
-        f"drawing it takes {takes_ms:.2f} ms a step",
+        Note.of("bar drawn", ms=takes_ms),
         argument=f"refresh_rate={RARELY_STEPS}",
         change=f"refresh_rate: {rate} -> {RARELY_STEPS} ",
     )
-    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), changes=f"bar_refresh_rate={RARELY_STEPS}")
+    change = Change("bar_refresh_rate", str(RARELY_STEPS))
+    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), change=change)
 
 
 def _bar_of(hook: HookTime) -> str | None:
@@ -565,7 +593,7 @@ def log_rarely(finding: Finding) -> Remedy | None:
     if "framework" not in finding.causes or not interval or interval >= RARELY_STEPS or not calls:
         return None
     takes_ms = _sum_ms(calls)
-    why = f"{calls[0].name} takes {takes_ms:.2f} ms a step"
+    why = Note.of("logger called", hook=calls[0].name, ms=takes_ms)
     remedy = trainer_remedy(finding.loader_code, "log_every_n_steps", interval, RARELY_STEPS, why)
     return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, interval))
 
@@ -583,9 +611,9 @@ def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 RULES = (
-    more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, batches_in_place,
-    faster_decoder, decoding_on_the_gpu, fast_resizing, packed_images, pinned_memory, prefetch_callback,
-    rare_progress_bar, log_rarely,
+    more_workers, fewer_workers, fewer_torch_threads, persistent_workers, any_order, files_in_memory, crops_only,
+    batches_in_place, faster_decoder, decoding_on_the_gpu, fast_resizing, packed_images, pinned_memory,
+    prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
 """Rules: each returns a remedy with a bound, or None. If two remedies save the same, the earlier rule's comes first."""
 
@@ -612,12 +640,13 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
 
 
 def setting_of(remedy: Remedy) -> str:
-    """Return the name of the setting that a remedy changes."""
-    return remedy.changes.partition("=")[0]
+    """Return the name of the setting that a remedy changes; empty if it changes none."""
+    return "" if remedy.change is None else remedy.change.setting
 
 
 _EFFECTS: dict[str, tuple[Effect, ...]] = {
     "num_workers": ("random numbers",),
+    "torch_threads": ("sums",),
     "persistent_workers": ("random numbers", "copies of the dataset"),
     "in_order": ("order",),
     "staged": ("memory",),

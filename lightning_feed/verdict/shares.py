@@ -18,7 +18,6 @@ from lightning_feed.verdict.thresholds import (
     MODEL_SHARE,
     MODERATE_PCT,
     RUN_QUEUE_PCT,
-    SHORT_STEP_MS,
     TOY_STEP_MS,
 )
 
@@ -192,20 +191,6 @@ def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: f
     return MODEL_SHARE * step_ms <= alone_ms <= MODEL_MOST_SHARE * step_ms
 
 
-LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-"""Stage -> the word for its loop."""
-
-
-def in_ms(value: float | None, step_ms: float) -> str:
-    """Milliseconds as text, with two decimals for short steps."""
-    if value is None:
-        return "?"
-    decimals = 1 if step_ms >= SHORT_STEP_MS else 2
-    return f"{value:.{decimals}f}"
-
-
-def toy_sentence(step_ms: float | None) -> str | None:
-    """The one sentence about steps so short that Python dominates them; None for longer steps."""
-    if not step_ms or step_ms >= TOY_STEP_MS:
-        return None
-    return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."
+def is_toy_step(step_ms: float | None) -> bool:
+    """True for steps so short that Python dominates them."""
+    return bool(step_ms) and (step_ms or 0.0) < TOY_STEP_MS

@@ -30,8 +30,6 @@ something disturbed that experiment."""
 MODEL_FAR_RATIO = 1.5
 """Smallest ratio of ``compute_ms`` to the step time of the model alone for which the model is not the cause. A smaller
 ratio may come from workers that run on the model's CPUs."""
-SHORT_STEP_MS = 10.0
-"""Steps below this are printed with two decimals."""
 TOY_STEP_MS = 2.0
 """Steps below this belong to toy models: no loader setting makes them faster."""
 

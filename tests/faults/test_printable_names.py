@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
-from report.sample_reports import sample, sample_report
+from report.sample_reports import (
+    sample,
+    sample_report,
+    saying,
+)
 
 from lightning_feed import cli
 from lightning_feed.errors import ArchiveError, DatasetError
@@ -33,7 +37,7 @@ def test_log_lines_escape_control_characters(caplog: pytest.LogCaptureFixture) -
 
 
 def test_reports_escape_control_characters() -> None:
-    diagnosis = sample(evidence=(EVIL,))
+    diagnosis = sample(evidence=(saying(EVIL),))
     for text in (as_text(diagnosis), as_markdown(sample_report(diagnosis))):
         assert not set("\x1b\x07\x9b\r\u202e") & set(text)
         assert "owned" in text

@@ -20,6 +20,8 @@ def any_value(hint: Any, *, finite: bool) -> st.SearchStrategy[Any]:
         return st.one_of([st.none() if one is NoneType else any_value(one, finite=finite) for one in inner])
     if origin is Literal:
         return st.sampled_from(inner)
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=12), any_value(inner[1], finite=finite), max_size=2)
     if origin is tuple and inner[1:] == (...,):
         return st.lists(any_value(inner[0], finite=finite), max_size=2).map(tuple)
     if origin is tuple:

@@ -11,7 +11,9 @@ _TYPES: dict[str, Any] = {
     "number": (int, float),
     "integer": int,
 }
-_WORDS = {"$schema", "title", "type", "properties", "required", "const", "enum", "items", "prefixItems", "minItems"}
+_WORDS = {"$schema", "title", "type", "properties", "required", "const", "enum", "items", "prefixItems", "minItems"} | {
+    "additionalProperties"
+}
 
 
 def problems(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
@@ -33,7 +35,7 @@ def problems(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
         found += [f"{where}.{name} is missing" for name in schema.get("required", []) if name not in value]
         for name, one in value.items():
             # A key that the schema does not name is a key that is not documented.
-            form = schema["properties"].get(name)
+            form = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             found += (
                 [f"{where}.{name} is not in the schema"] if form is None else problems(one, form, f"{where}.{name}")
             )

@@ -10,7 +10,7 @@ from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurement
 from lightning_feed.measure.stats import Bin, LoaderStats, RankStats, StarvationStats, Stretch, Timeline
 from lightning_feed.report.document import make_report
 from lightning_feed.report.report import Environment, Report, RunIdentity
-from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Change, Diagnosis, Note, Remedy
 
 WHEN = "2026-03-01T12:30:00+00:00"
 HOSTILE = "</title><script>alert('x')</script>&\"|`*_[a](javascript:x)\n# no heading"
@@ -127,25 +127,33 @@ def sample(*, stats: StarvationStats | None = None, facts: LoopFacts | None = No
         cause="cpu",
         grade="highly data-bound",
         confidence="high",
-        evidence=("29.6 of 87.2 ms (34 %) waiting for data", "the loader has 6 workers on 20 CPUs"),
+        evidence=(
+            Note.of("part of the step", part="data", ms=29.6, step_ms=87.2, pct=34.0, by_ranks=False),
+            Note.of("workers", workers=6, cpus=20),
+        ),
         remedies=(
             Remedy(
                 code="FastDataModule(loader=LoaderSettings(num_workers=14))",
-                why="num_workers 6 -> 14; 20 CPUs may be used",
+                why=(Note.of("more at once"),),
                 least_step_ms=57.6,
-                changes="num_workers=14",
+                change=Change("num_workers", "14"),
             ),
             Remedy(
                 code='ImageFolderDataModule(root, decoder="turbo")',
-                why="decodes in less CPU time",
+                why=(Note.of("less CPU", then_ms=2.0, now_ms=4.0),),
                 least_step_ms=61.0,
-                changes="decoder=turbo",
+                change=Change("decoder", "turbo"),
             ),
-            Remedy(code="def device_transform(self, batch, split): ...", why="uint8 batches are smaller"),
+            Remedy(code="def device_transform(self, batch, split): ...", why=(Note.of("copies wait"),)),
         ),
         measurements=measured,
     )
     return replace(diagnosis, **changes)
+
+
+def saying(text: str) -> Note:
+    """A note with this text in its sentence."""
+    return Note.of("fastest decoder", decoder=text)
 
 
 def nothing_measured() -> Diagnosis:
@@ -153,7 +161,7 @@ def nothing_measured() -> Diagnosis:
         bottleneck="unknown",
         grade="not measured",
         confidence="low",
-        evidence=("3 steps were measured, and a verdict needs 10",),
+        evidence=(Note.of("too few steps", steps=3, needed=10),),
         remedies=(),
         measurements=Measurements(stats=StarvationStats(steps=3, confidence="low")),
     )

@@ -83,13 +83,15 @@ def follow(case: Case, diagnosis: Diagnosis, step: str) -> Case | None:
         return None
     pasted = [remedy for remedy in diagnosis.remedies if remedy.code in step or "paste the first fix" in step]
     if pasted:
-        setting, _, value = pasted[0].changes.partition("=")
+        change = pasted[0].change
+        assert change is not None
+        setting = change.setting
         if setting == "hand_over":
             return case.with_facts(in_place=True, may_use_slots=False, pinned=True)
         if setting == "prefetch_callback":
             return replace(case, prefetches=True)
         values = {"True": True, "False": False}
-        return replace(case.with_facts(**{setting: values.get(value, value)}), diagnosed=False)
+        return replace(case.with_facts(**{setting: values.get(change.value, change.value)}), diagnosed=False)
     return None
 
 
@@ -128,7 +130,7 @@ def cases(draw: Any) -> Case:
 
 
 def is_tried(remedy: Remedy) -> bool:
-    return bool(remedy.tried)
+    return remedy.tried_ms is not None
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from report.any_reports import any_report
 from report.json_checker import problems
-from report.sample_reports import HOSTILE, nothing_measured, sample, sample_report, sample_stats
+from report.sample_reports import HOSTILE, nothing_measured, sample, sample_report, sample_stats, saying
 
 from lightning_feed.errors import ReportError
 from lightning_feed.report.document import (
@@ -295,5 +295,5 @@ def _not_installed(name: str) -> str:
 
 
 def test_hostile_names_survive_the_round_trip() -> None:
-    report = sample_report(sample(evidence=(HOSTILE,)))
+    report = sample_report(sample(evidence=(saying(HOSTILE),)))
     assert from_document(json.loads(as_json(report))) == report

@@ -14,6 +14,7 @@ from report.sample_reports import (
     sample,
     sample_experiments,
     sample_report,
+    saying,
 )
 
 from lightning_feed.measure.experiment_results import KeyBytes, NamedCost
@@ -21,7 +22,13 @@ from lightning_feed.measure.measurements import HookTime
 from lightning_feed.report.files import as_html
 from lightning_feed.report.report import Report
 from lightning_feed.report.sections import read_pipeline
-from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Grade, Remedy
+from lightning_feed.verdict.diagnosis import (
+    Bottleneck,
+    Diagnosis,
+    Grade,
+    Note,
+    Remedy,
+)
 
 
 class _Page(HTMLParser):
@@ -111,10 +118,11 @@ def test_html_page_puts_what_to_change_before_why() -> None:
 
 
 def test_html_page_formats_code_and_prefixes_rejected_fixes_with_not() -> None:
-    found = sample(notes=("`lightning-feed tune` tries it",), why_not=("more workers: no gain",), remedies=())
+    vain = (Note.of("more workers in vain", ms=90.0, own_ms=87.2),)
+    found = sample(notes=(Note.of("lock memory"),), why_not=vain, remedies=())
     page = as_html(sample_report(found))
-    assert "<li><code><span>lightning-feed</span> <span>tune</span></code> tries it</li>" in page
-    assert "<li>not more workers: no gain</li>" in page
+    assert "<code><span>ulimit</span> <span>-l</span></code>" in page
+    assert "<li>not more workers: " in page
     assert "`" not in page
 
 
@@ -156,7 +164,7 @@ def test_each_fix_is_in_a_box_whose_text_is_the_code() -> None:
 
 
 def test_code_can_be_broken_only_at_spaces() -> None:
-    (box, *_) = _boxes(as_html(sample_report(sample(remedies=(Remedy(code="num_workers=2, a-b=c/d", why="w"),)))))
+    (box, *_) = _boxes(as_html(sample_report(sample(remedies=(Remedy(code="num_workers=2, a-b=c/d", why=()),)))))
     assert [word.text for word in box.iter("span")] == ["num_workers=2,", "a-b=c/d"]
     style = as_html(sample_report())
     assert "code span { white-space: pre; }" in style
@@ -194,8 +202,8 @@ def test_charts_have_axes_with_units_and_words() -> None:
 
 def test_hostile_names_are_escaped_in_html() -> None:
     found = sample(
-        evidence=(HOSTILE,),
-        remedies=(Remedy(code=HOSTILE, why=HOSTILE, least_step_ms=60.0),),
+        evidence=(saying(HOSTILE),),
+        remedies=(Remedy(code=HOSTILE, why=(saying(HOSTILE),), least_step_ms=60.0),),
     )
     experiments = replace(
         sample_experiments(),

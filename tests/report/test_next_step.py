@@ -15,15 +15,15 @@ from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_html, as_markdown, as_text
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import RunIdentity
-from lightning_feed.verdict.decide import decide, share_text
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
+from lightning_feed.verdict.decide import decide
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Change, Diagnosis, Grade, Note, Remedy
 
 RUN = RunIdentity(program="train.py", has_arguments=True)
 WORKERS = Remedy(
     code="num_workers=2",
     where="num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader, data.py:41)",
-    why="",
-    changes="num_workers=2",
+    why=(),
+    change=Change("num_workers", "2"),
 )
 BIRDS = FunctionCost(
     name="Birds.__getitem__", file="project/birds.py", line=41, calls=None, stage="samples", ms_per_batch=120.0
@@ -51,15 +51,18 @@ TRY_NUMBERS = (
     "fastest"
 )
 PROFILER = '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps'
+A_NOTE = Note.of("combine tensors")
+SAID = "each of the many small tensors is copied separately: combine them into one tensor in collate"
+VAIN = Note.of("more workers in vain", ms=90.0, own_ms=87.2)
 TUNED_FACTS = sample_facts(tuned=True)
-TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
+TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
 
 
 @pytest.mark.parametrize(
     ("found", "step"),
     [
         (_found(cause="cpu"), TRY_NUMBERS),
-        (_found(cause="cpu", notes=("a note",)), TRY_NUMBERS),
+        (_found(cause="cpu", notes=(A_NOTE,)), TRY_NUMBERS),
         (_found(cause="cpu", remedies=(TWO_LINES,)), TRY_NUMBERS),
         (_found(cause="no workers", facts=sample_facts(**ON_CPU)), TRY_NUMBERS),
         (_found(ExperimentResults(), remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
@@ -67,13 +70,13 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
         (_found(cause="jitter", remedies=(TWO_LINES,), facts=TUNED_FACTS), "paste the first fix, in Model"),
         (_found(cause="cpu", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
-            _found(cause="cpu", facts=TUNED_FACTS, notes=("a note",)),
+            _found(cause="cpu", facts=TUNED_FACTS, notes=(A_NOTE,)),
             f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
-        (_found(cause="jitter", notes=("a note",), facts=TUNED_FACTS), "a note"),
+        (_found(cause="jitter", notes=(A_NOTE,), facts=TUNED_FACTS), SAID),
         (_found(cause="jitter", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
-            _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned=True), why_not=("more workers: no gain",)),
+            _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned=True), why_not=(VAIN,)),
             "loading and training take turns, and workers would gain nothing; "
             f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
@@ -82,7 +85,7 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
             "loading and training take turns; make Birds.__getitem__ faster, most of all birds.py:41: it takes "
             "120.0 ms a batch",
         ),
-        (_found(ExperimentResults(), notes=("a note",)), "a note"),
+        (_found(ExperimentResults(), notes=(A_NOTE,)), SAID),
         (
             _found(ExperimentResults()),
             "make a batch with less work: no loader setting is known to help",
@@ -116,13 +119,13 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
         ),
         (_found(stats=sample_stats(step_ms=0.7)), "use larger batches: no other setting makes steps this short faster"),
         (_found(**MODEL_ONLY), "nothing, the loader keeps up"),
-        (_found(**MODEL_ONLY, notes=("fewer workers would do",)), "nothing, the loader keeps up"),
+        (_found(**MODEL_ONLY, notes=(A_NOTE,)), "nothing, the loader keeps up"),
         (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), "nothing, the loader keeps up"),
         (
             _found(cause="hand-over", grade="slightly data-bound"),
             "nothing: batches are ready in time, and only handing them over takes time",
         ),
-        (_found(cause="hand-over", grade="slightly data-bound", notes=("a note",)), "a note"),
+        (_found(cause="hand-over", grade="slightly data-bound", notes=(A_NOTE,)), SAID),
         (_found(cause="hand-over"), f"{TUNE}: it tries other numbers of workers"),
         *(
             (
@@ -137,15 +140,15 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
             "(validation, CSVLogger)",
         ),
         (
-            _found(LEFT_OUT, notes=("validation: not run here. Train with LIGHTNING_FEED=1 to measure them",)),
+            _found(LEFT_OUT, notes=(Note.of("left out of the fit", parts="validation"),)),
             "nothing in loading; `LIGHTNING_FEED=1 python train.py --epochs 2` measures what was left out here "
             "(validation, CSVLogger)",
         ),
-        (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
+        (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=(A_NOTE,)), SAID),
         (_found(**{**MODEL_ONLY, "cause": "unknown"}), PROFILER),
         (
-            _found(bottleneck="framework", cause="hooks", notes=("Slow.on_train_batch_end takes 4 ms",)),
-            "Slow.on_train_batch_end takes 4 ms",
+            _found(bottleneck="framework", cause="hooks", notes=(A_NOTE,)),
+            SAID,
         ),
         (_found(bottleneck="checkpoints"), "save less often: `ModelCheckpoint(every_n_train_steps=...)`"),
     ],
@@ -158,19 +161,19 @@ def test_a_note_on_validation_time_is_not_the_next_step() -> None:
     parts = (WallPart(name="train", seconds=6.0, times=1), WallPart(name="validation", seconds=4.0, times=1))
     for bottleneck, cause, step in (
         ("compute", "compute", "the loader keeps up; validate less often: `Trainer(check_val_every_n_epoch=...)`"),
-        ("framework", "hooks", "do it rarely"),
-        ("data", "pin thread", "do it rarely"),
+        ("framework", "hooks", SAID),
+        ("data", "pin thread", SAID),
     ):
         found = _found(bottleneck=bottleneck, cause=cause, grade="OK")
         measured = replace(found.measurements, wall=WallStats(wall_s=10.0, parts=parts))
-        notes = (share_text(measured), "do it rarely")
+        notes = (Note.of("share of the run"), A_NOTE)
         assert next_step(replace(found, measurements=measured, notes=notes), RUN).startswith(step)
 
 
 def test_next_step_without_a_fix_names_the_most_expensive_part() -> None:
     costs = (NamedCost(name="decode", cpu_ms=1.2, wall_ms=1.3), NamedCost(name="Flip", cpu_ms=0.1, wall_ms=0.1))
     measured = _found().measurements
-    found = _found(cause="no workers", notes=(), why_not=("decoding only the crops: no gain worth it",))
+    found = _found(cause="no workers", notes=(), why_not=(Note.of("crops in vain", whole_ms=1.0, crop_ms=0.9),))
     experiments = replace(measured.experiments, costs=costs, functions=())
     found = replace(found, measurements=replace(found.measurements, experiments=experiments, diagnosed=True))
     step = next_step(found, RUN)
@@ -259,18 +262,18 @@ def test_every_report_ends_with_one_next_step(bottleneck: Bottleneck) -> None:
 
 
 def test_text_report_gives_each_command_once_with_the_program_name() -> None:
-    note = "validation: not run here, and the rest waits little. Train with LIGHTNING_FEED=1 to measure them"
+    note = Note.of("left out of the fit", parts="validation")
     text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
     assert text.count("LIGHTNING_FEED=1") == 1
-    earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
-    crops = "each image is decoded whole: `lightning-feed diagnose your_script.py -- ARGUMENTS` times the crops"
-    for notes, last in (((earlier,), f"train.py` {FINDS}"), ((crops, earlier), "train.py` times the crops")):
+    lines = Note.of("diagnose", tries="lines")
+    crops = Note.of("diagnose whole images")
+    for notes, last in (((lines,), f"train.py` {FINDS}"), ((crops, lines), "train.py` times decoding only the crops")):
         text = as_text(_found(cause="cpu", facts=TUNED_FACTS, notes=notes), RunIdentity(program="train.py"))
         assert "your_script.py" not in text
-        assert text.endswith(last)
+        assert " ".join(text.split()).endswith(last)
         assert text.count("train.py") == len(notes)
-    hidden = as_text(_found(cause="jitter", notes=("try it", crops)), RunIdentity(program="notebook"))
-    assert "note  each image is decoded whole: `lightning_feed.diagnose(trainer, model)` times the crops" in hidden
+    hidden = as_text(_found(cause="jitter", notes=(A_NOTE, crops)), RunIdentity(program="notebook"))
+    assert "`lightning_feed.diagnose(trainer, model)` times decoding only the crops" in " ".join(hidden.split())
 
 
 @pytest.mark.parametrize("cause", ["no workers", "cpu", "hand-over", "waiting"])
@@ -283,9 +286,10 @@ def test_next_step_never_suggests_tune_for_a_dataset_that_a_fork_breaks(cause: C
 
 
 def test_a_note_used_as_the_next_step_is_printed_once() -> None:
-    text = as_text(_found(cause="jitter", notes=("try a larger prefetch_factor", "another")))
-    assert text.count("try a larger prefetch_factor") == 1
-    assert "note  another" in text
+    found = _found(cause="jitter", notes=(Note.of("deeper queue", prefetch_factor=4), A_NOTE), facts=TUNED_FACTS)
+    text = as_text(found)
+    assert text.count("prefetch_factor=4") == 1
+    assert f"note  {SAID}"[:40] in text
 
 
 BY_TORCH: dict[str, Any] = {

@@ -179,7 +179,7 @@ def test_report_command_prints_names_that_stdout_cannot_encode(
     write_report(sample_report(), tmp_path)
     file = tmp_path / "feed_report.json"
     document = json.loads(file.read_text())
-    document["remedies"][0]["code"] = document["verdict"]["evidence"][0] = "W\u00e4chter \ud800"
+    document["remedies"][0]["code"] = "W\u00e4chter \ud800"
     file.write_text(json.dumps(document))
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)

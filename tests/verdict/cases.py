@@ -1,11 +1,13 @@
 """Measurements of runs that were not made: steps of 100 ms, unless told otherwise."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
+from lightning_feed.verdict.diagnosis import Note, NoteKind
 
 ROOM = {"num_workers": 2, "usable_cpus": 8, "prefetch_factor": 2, "map_style": True, "tensors": 2}
 BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
@@ -14,6 +16,17 @@ READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLE
 """Batches lie ready, and taking them takes the time."""
 GROUPS = ("loader", "batch", "host", "datamodule", "trainer")
 """Fields of LoopFacts that hold further facts."""
+
+
+def kinds(notes: Iterable[Note]) -> list[str]:
+    """The kinds of notes."""
+    return [note.kind for note in notes]
+
+
+def figures_of(kind: NoteKind, notes: Iterable[Note]) -> dict[str, Any]:
+    """The figures and names of the first note of a kind."""
+    note = next(note for note in notes if note.kind == kind)
+    return note.figures | note.names
 
 
 def under(limit: float) -> float:

@@ -34,7 +34,7 @@ def differences(project: Project, before: Outcome, after: Outcome, *, any_order:
 
 def not_done(remedy: Any, after: Outcome) -> list[str]:
     """What the remedy changes, where the run does not have it."""
-    name, _, value = remedy.changes.partition("=")
+    name, _, value = str(remedy.change).partition("=")
     return [
         f"pasted {remedy.code}, and {name} is {settings[name]}"
         for settings in (rank["settings"] for rank in after.ranks)
