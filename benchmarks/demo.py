@@ -26,7 +26,7 @@ import torch
 from loader_process import memory_of
 
 from lightning_feed.demo import IMAGES, RUNS, make_images
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.limits import read_machine
 
 
 @contextmanager

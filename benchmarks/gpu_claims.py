@@ -114,7 +114,7 @@ def machine_facts() -> dict[str, Any]:
     from pynvml import NVMLError, nvmlInit, nvmlSystemGetDriverVersion
 
     from lightning_feed.extras import installed_version
-    from lightning_feed.load.machine import read_machine
+    from lightning_feed.machine.limits import read_machine
 
     try:
         nvmlInit()

@@ -29,7 +29,7 @@ from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
 from lightning_feed.images.dali_binding import require_dali
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.limits import read_machine
 
 ON_DEVICE = torch.cuda.is_available()
 DEVICE = "cuda" if ON_DEVICE else "cpu"

@@ -21,7 +21,7 @@ import torch
 from gpu_claims import Claim, Report, at_most, run_part
 from pictures import make_picture
 
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.report.document import read_document
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.words import words

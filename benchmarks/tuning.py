@@ -34,8 +34,8 @@ from threads import programs_beside
 from torch.utils.data import DataLoader
 from tuning_workloads import WORKLOADS, Workload
 
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Setting
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 

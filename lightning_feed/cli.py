@@ -136,7 +136,7 @@ def _stage(arguments: argparse.Namespace) -> None:
     Copy SOURCE to DEST/<name of SOURCE>, whole or not at all. A copy of files that have changed since is replaced. Only
     you can open the copy. No root is needed: /dev/shm/<user>, or any folder of yours.
     """
-    from lightning_feed.storage.file_system import mount_command
+    from lightning_feed.machine.file_system import mount_command
     from lightning_feed.storage.staging import stage
 
     done = stage(arguments.source, arguments.dest)
@@ -153,12 +153,10 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    """Show the report of a run; fail when the GPU waits too much.
+    """Show the report of a run.
 
-    Show the feed_report.json of a run. With --fail-above the exit code is 1 when training waits for data for more
-    than PCT percent of each step, and when that was not measured: a gate for CI.
+    Show the feed_report.json of a run.
     """
-    from lightning_feed.report.compare import check_starved
     from lightning_feed.report.document import as_json, read_document
 
     report = read_document(arguments.folder)
@@ -168,8 +166,6 @@ def _report(arguments: argparse.Namespace) -> None:
         _print(as_json(report).removesuffix("\n"))
     else:
         _print(_as_text(report))
-    if arguments.fail_above is not None:
-        _say(check_starved(report, above_pct=arguments.fail_above))
 
 
 def _as_text(report: "Report", arguments: str | None = None) -> str:
@@ -194,13 +190,15 @@ def _compare(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> None:
     """Look at the machine and the environment: what would keep a GPU from being fed.
 
-    Versions, GPUs and driver, CPUs, memory, /dev/shm, open files, decoders: what each is, and what to do if it is
-    wrong. Nothing is changed.
+    Versions, GPUs and driver, CPUs, memory, /dev/shm, open files: what each is, and what to do if it is wrong. Nothing
+    is changed.
     """
-    from lightning_feed.doctor import as_plain, as_text, examine
+    from lightning_feed.doctor import as_text, examine
+    from lightning_feed.report.document import to_plain
 
     findings = examine()
-    _print_result(arguments, as_plain(findings), as_text(findings))
+    document = {"schema": "lightning_feed.doctor/1", "findings": to_plain(findings)}
+    _print_result(arguments, document, as_text(findings))
 
 
 # --- diagnose, tune -----------------------------------------------------------------------------------------------
@@ -329,7 +327,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = _command(commands, _report)
     report.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, or its feed_report.json")
-    report.add_argument("--fail-above", type=_percent, metavar="PCT", help="exit with 1 above this share, 0 to 100")
 
     compare = _command(commands, _compare)
     compare.add_argument("before", type=Path, metavar="A", help="the earlier run's folder, or its feed_report.json")
@@ -384,17 +381,6 @@ def _command(
         either.add_argument("script", nargs="?", metavar="SCRIPT.py", help="your program")
         either.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
     return command
-
-
-def _percent(text: str) -> float:
-    """Read a percentage from the command line. NaN is refused, because every run would pass with it."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1
-    if not 0 <= share <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
-    return share
 
 
 def _names(text: str) -> tuple[str, ...]:

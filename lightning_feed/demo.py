@@ -34,8 +34,8 @@ from lightning_feed.diagnosing.run import measure_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.report.document import make_report

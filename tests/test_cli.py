@@ -60,14 +60,6 @@ def test_bash_completion_completes_a_command() -> None:
     assert done.stdout.split() == ["diagnose"]
 
 
-@pytest.mark.parametrize("share", ["abc", "101", "nan"])
-def test_fail_above_refuses_anything_but_a_number_from_0_to_100(share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["report", "run", "--fail-above", share])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"argument --fail-above: {share!r} is not a number from 0 to 100\n")
-
-
 def test_python_m_lightning_feed_runs_the_same_main_as_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_feed", "--version"], capture_output=True, text=True, timeout=60, check=True

@@ -5,17 +5,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_feed import doctor
-from lightning_feed.doctor import Finding, as_plain, as_text, examine
-from lightning_feed.load import slots
-from lightning_feed.load.machine import Machine
+from lightning_feed.doctor import Finding, as_text, examine
+from lightning_feed.machine.limits import Machine
 
 GIB = 1 << 30
 
@@ -30,7 +27,7 @@ def test_doctor_examines_this_machine_without_importing_lightning() -> None:
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["schema"] == "lightning_feed.doctor/1"
-    assert {"Python", "torch", "CPUs", "memory", "/dev/shm", "open files", "decoders"} <= {
+    assert {"Python", "torch", "CPUs", "memory", "/dev/shm", "open files"} <= {
         finding["topic"] for finding in printed["findings"]
     }
     assert all(set(finding) == {"topic", "value", "advice"} for finding in printed["findings"])
@@ -43,10 +40,7 @@ def test_doctor_text_lists_findings_and_marks_advice() -> None:
     assert lines[1] == "/dev/shm  64 MB free"
     assert lines[2].startswith("          -> Workers die.")
     assert lines[3].startswith("             Workers die.")
-    assert lines[-1] == "1 thing to fix, at the arrows."
-    assert max(map(len, lines)) <= doctor.WIDTH
-    assert as_text(findings[:1]).endswith("Nothing to fix.")
-    assert [finding["topic"] for finding in as_plain(findings)["findings"]] == ["CPUs", "/dev/shm"]
+    assert max(map(len, lines)) <= 110
 
 
 @pytest.fixture
@@ -86,71 +80,41 @@ def test_doctor_advises_on_scarce_cpus_and_memory(
     assert said in advice(**changes)[topic]
 
 
-def test_doctor_advises_on_process_limits_and_missing_decoders(
+def test_doctor_advises_on_process_limits_and_busy_cpus(
     advice: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     monkeypatch.setattr(doctor, "others_pct_now", lambda *_: 57.0)
-    monkeypatch.setattr(doctor, "installed_version", lambda _: None)
     found = advice()
     assert "Too many open files" in found["open files"]
     assert "OMP_NUM_THREADS=8" in found["torch threads"]
     assert "Measure again" in found["other programs"]
-    assert "lightning-feed[images]" in found["decoders"]
 
 
 @pytest.mark.parametrize(("driver", "said"), [(12080, ""), (11040, "Too old for torch")])
 def test_doctor_advises_on_a_driver_too_old_for_torch(driver: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = SimpleNamespace(
-        NVMLError_LibraryNotFound=OSError,
-        NVMLError_DriverNotLoaded=OSError,
+        NVMLError=OSError,
         nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
         nvmlSystemGetCudaDriverVersion=lambda: driver,
-        nvmlSystemGetDriverVersion=lambda: b"570.1",
+        nvmlSystemGetDriverVersion=lambda: "570.1",
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda _: "A Board",
     )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "pynvml", nvml)
     monkeypatch.setattr("torch.version.cuda", "12.6")
-    shown = {finding.topic: finding for finding in doctor.gpus(Path("/"))}
+    shown = {finding.topic: finding for finding in examine()}
     assert shown["GPU 0"].value == "A Board"
-    assert shown["driver"].value.startswith("570.1, CUDA ")
+    assert shown["driver"].value.startswith("570.1, for CUDA ")
     assert said in shown["driver"].advice
     assert bool(said) == bool(shown["driver"].advice)
 
 
-def test_a_failing_doctor_check_is_reported_as_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Path) -> Any:
-        raise OSError("no such file\nmore")
+def test_doctor_names_no_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise OSError
 
-    monkeypatch.setattr(doctor, "CHECKS", {"memory": broken})
-    assert examine() == [Finding("memory", "not known: OSError: no such file")]
-
-
-@pytest.mark.parametrize(
-    ("there", "registers", "value", "is_wrong"),
-    [
-        (False, False, "handed over in slots", False),
-        (True, True, "handed over in slots, from which the device copies without waiting", False),
-        (True, False, "handed over in slots, and copied by a thread that pins them; locked memory: 64.0 KiB", True),
-    ],
-)
-def test_doctor_tells_how_batches_are_handed_over(
-    there: bool, registers: bool, value: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(slots, "can_register", lambda: registers)
-    limits = {resource.RLIMIT_MEMLOCK: 64 * 1024}
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
-    (finding,) = doctor.hand_over(Path("/"))
-    assert (finding.value, bool(finding.advice)) == (value, is_wrong)
-
-
-def test_doctor_tells_that_batches_are_handed_over_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "HAS_SLOTS", False)
-    (finding,) = doctor.hand_over(Path("/"))
-    assert finding.value == ("handed over as torch does it, each in new shared memory: this system has no memfd_create")
+    monkeypatch.setattr(doctor, "pynvml", SimpleNamespace(NVMLError=OSError, nvmlInit=no_driver))
+    assert Finding("GPU", "none that has a driver of NVIDIA's") in examine()

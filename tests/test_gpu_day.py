@@ -51,7 +51,7 @@ FAULTS = {
     "json.dump({'claims': []}, open(out, 'w'))": "it claims nothing",
 }
 
-pytestmark = pytest.mark.harness
+pytestmark = pytest.mark.nightly
 
 
 def part(code: str, name: str = "part", *, about_s: float = 0, limit_s: float = 30) -> Part:

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from recording import quiet_trainer
 from torch.utils.data import DataLoader
 
-pytestmark = pytest.mark.harness
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

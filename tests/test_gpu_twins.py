@@ -42,7 +42,7 @@ def reason_against(twin: object) -> str | None:
         return "there is no such test"
     if arguments(found[0], "gpu") is not None:
         return "it needs a GPU itself"
-    if "pytest.mark.harness" in FILES[file].read_text():
+    if "pytest.mark.nightly" in FILES[file].read_text():
         return "the gate does not run its file"
     return None
 

@@ -13,7 +13,7 @@ from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import loaders_in
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.facts import is_instance, loader_facts, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_code import code_of, users_line

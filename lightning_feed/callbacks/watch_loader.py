@@ -14,7 +14,7 @@ import torch
 
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import loaders_in
-from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
+from lightning_feed.machine.limits import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.facts import batches_ahead, training_loader_facts
 from lightning_feed.measure.guard import Guard

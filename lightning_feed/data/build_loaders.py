@@ -20,11 +20,11 @@ from lightning_feed._host import AnyTrainer
 from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.recommend import Job, Recommendation
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
+from lightning_feed.machine.limits import read_machine
 
 if TYPE_CHECKING:
     from lightning_feed.load.rehearsal import Rehearsal

@@ -27,12 +27,12 @@ from lightning_feed.images.decode_ahead import NvJpegDecoder, NvJpegOptions, fix
 from lightning_feed.images.decoders import Decoder
 from lightning_feed.images.image_dataset import ImageDataset, collate_encoded, collate_images
 from lightning_feed.images.ragged_crop import normalization_of
-from lightning_feed.load import machine
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.machine import limits
 from lightning_feed.measure.measurements import DataModuleFacts
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.storage.splits import Splits
@@ -207,7 +207,7 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(trainer)
         if isinstance(self._images_options, DaliOptions):
             return self._images_dali_decoder(split, images, device, self._images_options)
-        if trainer is not None and device.type in machine.DECODING_BACKENDS:  # CUDA does not survive a later fork
+        if trainer is not None and device.type in limits.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
         # A user's device_transform sees the same batches with every backend.
         is_own = type(self).device_transform is not FeedImageFolder.device_transform
@@ -246,10 +246,10 @@ class FeedImageFolder(FeedDataModule):
         if split in self._images_decoders:
             self._images_decoders[split].release()
         ranks = 1 if trainer is None else trainer.num_devices
-        threads, reason = decode_threads(options, machine.read_machine(), ranks)
+        threads, reason = decode_threads(options, limits.read_machine(), ranks)
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
-        can_decode = device.type in machine.DECODING_BACKENDS
+        can_decode = device.type in limits.DECODING_BACKENDS
         pin = can_decode and self._feed.loaders.settings.pin_memory is not False
         spec = PipelineSpec(
             batch_size=1,
@@ -313,7 +313,7 @@ class FeedImageFolder(FeedDataModule):
             return BackendChoice("torch", f'backend="auto": only backend="torch" has {", ".join(asked) or "no images"}')
         ranks = 1 if self.trainer is None else self.trainer.num_devices
         images = ImageDataset(source, decoder, self._images_train, encoded=True, cpu_part=CpuShare())
-        cpus = max(1, machine.read_machine().usable_cpus // ranks)
+        cpus = max(1, limits.read_machine().usable_cpus // ranks)
         return backends.choose_backend(images, device_of(self.trainer), cpus)
 
     def _images_encoded(self, split: str) -> ImageDataset:
@@ -389,9 +389,9 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         eval_batch_size: samples in a batch of validation and test, or ``"even"``, as for FastDataModule. By default
             ``batch_size``.
         image_size: height and width of the images, in pixels.
-        quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale if a
-            crop is shrunk to a quarter or less. ``"fast"`` decodes at the smallest sufficient scale, and resizes
-            without antialiasing (needs OpenCV). For the pixel differences see docs/how-to/images.md.
+        quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"fast"`` decodes at the smallest
+            sufficient scale, and resizes without antialiasing (needs OpenCV). For the pixel differences see
+            docs/how-to/images.md.
         transform: replaces RandomResizedCrop and flip for training images: torchvision v1 or v2, or a function.
         eval_transform: replaces Resize and CenterCrop for the other splits.
         decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).

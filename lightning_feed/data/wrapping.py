@@ -14,12 +14,12 @@ from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, attach_tun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Job, Recommendation
 from lightning_feed.load.rehearsal import rehearse
 from lightning_feed.load.settings import PINNING_DEVICES, LoaderSettings, Setting
 from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.trials.cloning import twin_of
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.crop import TrainRecipe, UserTransform, cropping_step
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, holds_pixels
 from lightning_feed.load.kinds import AnyDataset
-from lightning_feed.load.machine import MEMORY_SHARE
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.machine.file_system import find_room
+from lightning_feed.machine.limits import MEMORY_SHARE
 from lightning_feed.measure.experiment_results import LighterSample, PackedImages, pack_options
 from lightning_feed.measure.facts import is_instance
-from lightning_feed.storage.file_system import find_room
 from lightning_feed.storage.folder import Encoded, FolderSource, SampleSource
 from lightning_feed.storage.packed_dataset import pixels_of
 from lightning_feed.storage.packing import ImageChanges

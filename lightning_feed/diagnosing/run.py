@@ -27,7 +27,7 @@ from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, Limits, replay, run_as_it_is
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults, TriedSetting
 from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements

@@ -19,10 +19,10 @@ from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together,
 from lightning_feed.diagnosing.restoring import ModelState, quiet
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
-from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
+from lightning_feed.machine.limits import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.loader_code import code_of
 from lightning_feed.measure.measurements import LoaderCode, Measurements

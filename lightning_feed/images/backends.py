@@ -19,7 +19,7 @@ from lightning_feed.images.decode_ahead import NvJpegOptions
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg
-from lightning_feed.load import machine
+from lightning_feed.machine import limits
 from lightning_feed.storage.folder import SampleSource
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def check_available(backend: str, device: torch.device) -> None:
             version than torch.
         MissingExtraError: DALI is not installed.
     """
-    if backend in GPU_BACKENDS and device.type not in machine.DECODING_BACKENDS:
+    if backend in GPU_BACKENDS and device.type not in limits.DECODING_BACKENDS:
         raise SettingsError(
             f'backend={backend!r} decodes on a CUDA device, and training runs on {device.type}. Use backend="torch" '
             'or "dali-cpu".'
@@ -164,7 +164,7 @@ def choose_backend(dataset: ImageDataset, device: torch.device, cpus: int) -> Ba
         device: the device of the batches.
         cpus: CPUs of this rank, 1 or more.
     """
-    if device.type not in machine.DECODING_BACKENDS:
+    if device.type not in limits.DECODING_BACKENDS:
         return BackendChoice("torch", f'backend="auto": training runs on {device.type}, which does not decode images')
     try:
         require_nvjpeg(device)

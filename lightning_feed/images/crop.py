@@ -17,11 +17,10 @@ from lightning_feed.images.decoders import Decoder, Pixels, Region, draw_region,
 from lightning_feed.load.random_state import sample_generator
 from lightning_feed.load.trace import traced
 
-Quality: TypeAlias = Literal["exact", "near", "fast"]
-QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
-"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
-twice the target height and width, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
-least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/how-to/images.md."""
+Quality: TypeAlias = Literal["exact", "fast"]
+QUALITIES: tuple[Quality, ...] = ("exact", "fast")
+"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"fast"``: decoded at the smallest scale that is
+at least the target size, then resized without antialiasing. Their differences: docs/how-to/images.md."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +69,7 @@ class CropSpec:
 
 def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
     """Return the pixels of a crop: uint8, shape (3, window height, window width), channels last in memory."""
-    cover = {
-        "exact": None,
-        "near": (2 * crop.resized[0], 2 * crop.resized[1]),  # at 1x, the decoder would do all the antialiasing
-        "fast": crop.resized,
-    }[quality]
+    cover = crop.resized if quality == "fast" else None
     pixels = image.region(crop.region, cover=cover)
     made = resize(pixels, crop.resized, antialias=quality != "fast")
     top, left, height, width = crop.window

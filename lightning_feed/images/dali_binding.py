@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
-from lightning_feed.load.machine import Machine
+from lightning_feed.machine.limits import Machine
 
 _GPU_THREADS = 8
 """Maximum CPU threads beside a GPU. With ``device_memory_padding`` and ``host_memory_padding``, each thread has its own

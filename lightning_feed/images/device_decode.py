@@ -49,8 +49,7 @@ def decode_batch(
     """Decode to [images, labels] on a device: shape (B, 3, H, W), channels last; and int64, shape (B,).
 
     All work goes to the current stream, and the host waits only for nvJPEG. Images on which nvJPEG fails are decoded by
-    the CPU in this process, and counted in ``dataset.cpu_fallback``. ``quality="near"`` equals ``"exact"``: nvJPEG
-    cannot decode at smaller scales.
+    the CPU in this process, and counted in ``dataset.cpu_fallback``.
 
     Args:
         batch: the encoded images.

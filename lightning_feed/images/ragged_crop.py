@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_feed.images.crop import Quality
 from lightning_feed.images.image_dataset import FLIPPED, REGION, RESIZED, SIZE, WINDOW
-from lightning_feed.load import machine
+from lightning_feed.machine import limits
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def normalization_of(
     """Return the normalization ``(x / 255 - mean) / std`` of levels x. Cached, and ready on every stream."""
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu")
     values = torch.stack([1 / (255 * stds), -means / stds]).float()
-    if device.type in machine.STREAM_BACKENDS:
+    if device.type in limits.STREAM_BACKENDS:
         # With set_sync_debug_mode("error"), torch raises at a blocking copy, but not when the host waits for an event.
         values = values.to(device, non_blocking=True)
         torch.get_device_module(device).current_stream(device).record_event().synchronize()

@@ -14,12 +14,12 @@ from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.loader_tree import LoaderPath, name_in_split
-from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import EpochOrder, has_set_epoch, size_of
 from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
+from lightning_feed.machine.limits import Machine, read_machine
 
 if TYPE_CHECKING:
     from lightning_feed.load.rehearsal import Rehearsal

@@ -21,9 +21,9 @@ from torch import multiprocessing
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.collate import relayed
-from lightning_feed.load.killed import note_ticks
-from lightning_feed.load.open_files import read_alone
 from lightning_feed.load.slots import own_forks
+from lightning_feed.machine.killed import note_ticks
+from lightning_feed.machine.open_files import read_alone
 
 Result = TypeVar("Result")
 _GRACE_S = 2.0

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.machine import HAS_SLOTS, THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.settings import PINNING_DEVICES, TORCH_PREFETCH, LoaderSettings, Setting
+from lightning_feed.machine.limits import HAS_SLOTS, THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
 """Assumed bytes of a sample of unknown size: a float32 image of 3 x 224 x 224. Most samples are no larger."""

@@ -24,11 +24,11 @@ from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.child import NoAnswer, run_in_children
 from lightning_feed.load.digest import Digests, differing, digests_of, leaf_sizes
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sample
-from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker
 from lightning_feed.load.random_state import DefaultGenerators
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.worker import original_error
+from lightning_feed.machine.open_files import moved_file, positions
 
 PASS_S = 0.1
 """Seconds in which samples are chosen for the rehearsal. It reads each of them about six times."""

@@ -7,9 +7,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.machine import HAS_SLOTS
 from lightning_feed.load.slot_batches import SlotCollate
 from lightning_feed.load.slots import SlotMemory, can_register, own_forks
+from lightning_feed.machine.limits import HAS_SLOTS
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.load.killed import killed_ticks
+from lightning_feed.machine.killed import killed_ticks
+from lightning_feed.machine.memory import read_text
 from lightning_feed.measure.measurements import HostTimes
-from lightning_feed.storage.memory_limits import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_feed.machine.memory import cgroup_folders, read_text
 from lightning_feed.measure.stats import Additive
-from lightning_feed.storage.memory_limits import cgroup_folders, read_text
 
 MOST_THREADS = 16
 """Largest number of threads read per worker, the oldest first. Each needs reading a file; torch's workers have two."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from lightning_feed.load.machine import STREAM_BACKENDS
+from lightning_feed.machine.limits import STREAM_BACKENDS
 
 logger = logging.getLogger(__name__)
 

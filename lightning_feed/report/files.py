@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_feed.errors import ReportError
+from lightning_feed.machine.private_files import atomic_write
 from lightning_feed.report import sections
 from lightning_feed.report.charts import charts
 from lightning_feed.report.document import NAME, as_json, make_report
@@ -32,7 +33,6 @@ from lightning_feed.report.report import (
 )
 from lightning_feed.report.sections import Section
 from lightning_feed.report.words import in_ms, toy_sentence, words
-from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.verdict.diagnosis import Change, Diagnosis, Grade
 from lightning_feed.wording import in_rate, plural, printable, printable_lines
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lightning_feed.extras import installed_version
-from lightning_feed.load.machine import read_machine
+from lightning_feed.machine.file_system import file_system
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.stats import RankStats
 from lightning_feed.report.words import LOOP_WORDS, share_text, toy_sentence
-from lightning_feed.storage.file_system import file_system
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.remedies import may_try_workers
 from lightning_feed.verdict.shares import Shares, grade_of, is_toy_step, shares_of

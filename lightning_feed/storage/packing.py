@@ -17,7 +17,9 @@ from PIL import Image, UnidentifiedImageError
 
 from lightning_feed.errors import ArchiveError, DatasetError, DecodeError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.storage.file_system import check_room
+from lightning_feed.machine.file_system import check_room
+from lightning_feed.machine.limits import read_machine
+from lightning_feed.machine.progress import progress_bar
 from lightning_feed.storage.folder import FolderSource, is_pack, scan_classes
 from lightning_feed.storage.packed_dataset import (
     ALL,
@@ -31,7 +33,6 @@ from lightning_feed.storage.packed_dataset import (
     read_manifest,
     with_shape,
 )
-from lightning_feed.storage.progress import progress_bar
 from lightning_feed.storage.splits import SPLITS, folder_of_split, has_splits
 from lightning_feed.storage.whole import Workshop
 
@@ -258,7 +259,7 @@ def _fill(writer: "PartWriter", name: str, source: FolderSource, changes: ImageC
 
 def _samples(source: FolderSource, changes: ImageChanges) -> Iterator[bytes | DatasetError]:
     """Yield the bytes of each sample in order, or the error if a sample cannot be read."""
-    threads = _usable_cpus()
+    threads = read_machine().usable_cpus
     at_once = 4 * threads  # so few, because decoded images take much memory
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(source), at_once):
@@ -273,12 +274,6 @@ def _sample(source: FolderSource, number: int, changes: ImageChanges) -> bytes |
         return DecodeError(f"{source.name(number)} (sample {number}) is not a readable image: {error}.")
     except DatasetError as error:
         return error
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # --- the data and the index of a part ---------------------------------------------------------------------------------

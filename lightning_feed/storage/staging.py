@@ -19,10 +19,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.file_system import check_room, find_caveats, find_mount
+from lightning_feed.machine.file_system import check_room, find_caveats, find_mount
+from lightning_feed.machine.private_files import read_json, write_json
+from lightning_feed.machine.progress import progress_bar
 from lightning_feed.storage.folder import open_file, walk
-from lightning_feed.storage.private_files import read_json, write_json
-from lightning_feed.storage.progress import progress_bar
 from lightning_feed.storage.whole import Workshop
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.private_files import make_private
+from lightning_feed.machine.private_files import make_private
 
 logger = logging.getLogger(__name__)
 

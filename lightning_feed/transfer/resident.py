@@ -24,9 +24,9 @@ from tqdm import tqdm
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.kinds import AnyDataset, AnySampler
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.trace import traced
+from lightning_feed.machine.limits import read_machine
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
@@ -24,6 +23,7 @@ from lightning_feed.load.rehearsal import Refusal, Rehearsal, rehearse
 from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster, Setting
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import has_threads, set_hand_over, twin_of
 from lightning_feed.trials.time_left import MOST_S

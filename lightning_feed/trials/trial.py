@@ -19,10 +19,10 @@ from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.child import NoAnswer, run_in_children
 from lightning_feed.load.digest import leaf_sizes
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.worker import original_error
+from lightning_feed.machine.limits import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader
 from lightning_feed.trials.search import OutOfTime, Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork

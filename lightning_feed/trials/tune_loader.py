@@ -21,16 +21,16 @@ from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.child import NoAnswer
 from lightning_feed.load.kinds import AnyDataset, Batch
-from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
+from lightning_feed.machine.limits import Machine, read_machine
+from lightning_feed.machine.memory import read_text
+from lightning_feed.machine.private_files import cache_folder, read_json, write_json
 from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.measurements import OTHERS_PCT
-from lightning_feed.storage.memory_limits import read_text
-from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of
 from lightning_feed.trials.search import (
     ALIKE,

@@ -1,13 +1,12 @@
 """``tune`` and its command, which find loader settings by trials, without side effects."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,13 +23,13 @@ from lightning_feed.diagnosing.short_fits import Limits, replay
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import MOST, Setting
+from lightning_feed.machine.limits import read_machine
+from lightning_feed.machine.private_files import atomic_write
 from lightning_feed.measure.measurements import LoaderCode
-from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.in_fit import (
     KEEPS,
@@ -45,6 +44,8 @@ from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
+from lightning_feed.verdict.paste import Paste, Settings, arguments, pastes
+from lightning_feed.verdict.remedies import DATALOADER
 from lightning_feed.wording import in_rate, plural, rate_unit
 
 REPLAY_STEPS = 300
@@ -57,18 +58,6 @@ PROOF_S = 5.0
 SCHEMA = "lightning_feed.tuning/1"
 _BAR = 30
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Paste:
-    """One way to apply the found settings to a loader."""
-
-    where: str
-    """Description of the code, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
-    form: Literal["arguments", "settings", "override", "yaml", "callback"]
-    """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
-    options, lines of a YAML file, or a callback for the Trainer if a package makes the loader and takes no settings."""
-    code: str
 
 
 def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
@@ -86,7 +75,7 @@ def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
     if tuned.setting == tuned.own:
         return "\n".join([*lines, "Your loader has this setting already."])
-    for paste in pastes(tuned, loader_code):
+    for paste in ways_to_apply(tuned, loader_code):
         lines += ["", f"{paste.where}:", *(f"    {line}" for line in paste.code.splitlines())]
     return "\n".join(lines)
 
@@ -118,14 +107,14 @@ def tuned_document(tuned: Tuned, loader_code: LoaderCode | None = None) -> dict[
         **asdict(tuned),
         "step_s": tuned.step_s,
         "code": paste_line(tuned),
-        "paste": [asdict(paste) for paste in pastes(tuned, loader_code)],
+        "paste": [asdict(paste) for paste in ways_to_apply(tuned, loader_code)],
     }
 
 
 # --- what to paste ----------------------------------------------------------------------------------------------------
 
 
-def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
+def ways_to_apply(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
     """Return code to paste, in the forms that fit the code that sets up the loader, the best form first.
 
     If that code is unknown, returns one form for a DataLoader and one for a FastDataModule.
@@ -134,42 +123,21 @@ def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
     values = _values(tuned)
     if "workers" in values:  # threads: a DataLoader cannot use them
         return [settings]
-    if not tuned.setting.num_workers:  # torch refuses 0 workers with options that need workers
+    code = loader_code or DATALOADER
+    if not tuned.setting.num_workers and code.form != "settings":
+        # torch refuses no workers with options that need workers
         values |= {"prefetch_factor": None, "persistent_workers": False}
-    if loader_code is None:
-        return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
-    if loader_code.form == "settings":
-        return [Paste(f"in {loader_code.words}", "settings", paste_line(tuned))]
-    if loader_code.form == "callback":
-        return [Paste(f"in callbacks=[...] of the Trainer: {loader_code.words}", "callback", "AutotuneCallback()")]
-    keys = dict(loader_code.overrides)
-    forms = _overrides(keys, {name: value for name, value in values.items() if name in keys})
-    rest = {name: value for name, value in values.items() if name not in keys}
-    if rest:
-        also = "and " if forms else ""
-        forms.append(Paste(f"{also}in {loader_code.words}", "arguments", _arguments(rest)))
-    return forms
-
-
-def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
-    """Format values under their keys for the command line, and for a YAML file."""
-    if not values:
-        return []
-    line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
-    above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
-    yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
-    where = f"or in YAML, under {above}" if above else "or in YAML"
-    return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
+    return pastes(code, values) if loader_code is not None else [*pastes(code, values), settings]
 
 
 def paste_line(tuned: Tuned) -> str:
     """Return the line of code that applies the tuned setting to a FastDataModule."""
-    return f"loader=LoaderSettings({_arguments(_values(tuned))})"
+    return f"loader=LoaderSettings({arguments(_values(tuned))})"
 
 
-def _values(tuned: Tuned) -> dict[str, Any]:
+def _values(tuned: Tuned) -> Settings:
     setting = tuned.setting
-    values: dict[str, Any] = {"num_workers": setting.num_workers}
+    values: Settings = {"num_workers": setting.num_workers}
     if setting.num_workers:
         if setting.workers != "process":
             values["workers"] = setting.workers
@@ -177,10 +145,6 @@ def _values(tuned: Tuned) -> dict[str, Any]:
         values["persistent_workers"] = setting.persistent_workers
     values["pin_memory"] = setting.pin_memory
     return values
-
-
-def _arguments(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Change, Effect, Form, Note, NoteKind, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Change, Effect, Note, NoteKind, Remedy
 from lightning_feed.verdict.lighter_samples import lighter_sample_remedy
+from lightning_feed.verdict.paste import Settings, pastes
 from lightning_feed.verdict.shares import Shares, workers_fill_cpus
 from lightning_feed.verdict.thresholds import (
     DATA_PCT,
@@ -30,8 +30,6 @@ DATALOADERS = {
 }
 OUR_SETTINGS = LoaderCode(words="loader=LoaderSettings(...) of your data module", form="settings")
 """Words for a loader if nothing more is known of the user's code: for a DataLoader, and for a FastDataModule."""
-_WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-"""Settings that ``FastDataModule.wrap`` changes; others are set in the wrapped data module's own loader."""
 _TUNED = ("num_workers", "prefetch_factor", "persistent_workers")
 """Settings that AutotuneCallback changes."""
 
@@ -93,48 +91,21 @@ class Finding:
 # --- how a remedy is pasted ---------------------------------------------------------------------------------------
 
 
-Settings = dict[str, object]
-"""New settings of a loader, by name."""
-
-
 def loader_remedy(finding: Finding, settings: Settings, why: Note, step_ms: float | None = None) -> Remedy:
     """A remedy that changes settings of the training loader. Its words name the first setting."""
     name = next(iter(settings))
     value = settings[name]
-    paste = _paste_settings(finding.loader_code, name, settings)
+    paste = pastes(finding.loader_code, settings)[0]
     present = vars(finding.loader).get(name)
     before = "not set" if present is None else present
     return Remedy(
         code=paste.code,
-        form=paste.form,
+        form=None if paste.form == "yaml" else paste.form,
         where=f"{name}: {before} -> {value} {paste.where}",
         why=(why,),
         least_step_ms=step_ms,
         change=Change(name, repr(value)),
     )
-
-
-class _Paste(NamedTuple):
-    """A text to paste, its form, and where to paste it in words."""
-
-    code: str
-    form: Form
-    where: str
-
-
-def _paste_settings(loader_code: LoaderCode, name: str, settings: Settings) -> _Paste:
-    """The text that sets ``settings``, of which ``name`` is the first."""
-    keys = dict(loader_code.overrides)
-    if name in keys:
-        options = [f"{keys[setting]}={json.dumps(value)}" for setting, value in settings.items() if setting in keys]
-        return _Paste(" ".join(options), "override", "on the command line")
-    if loader_code.form == "callback":
-        callback = "by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune"
-        return _Paste("AutotuneCallback()", "callback", f"{callback}, in {loader_code.words}")
-    code = ", ".join(f"{setting}={value!r}" for setting, value in settings.items())
-    if loader_code.inner and loader_code.form == "settings" and name not in _WRAPPED:
-        return _Paste(code, "arguments", f"in {loader_code.inner}")
-    return _Paste(code, loader_code.form, f"in {loader_code.words}")
 
 
 def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: Note) -> Remedy:

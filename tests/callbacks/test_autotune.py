@@ -35,11 +35,11 @@ from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
+from lightning_feed.machine.limits import Machine
+from lightning_feed.machine.private_files import cache_folder
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
-from lightning_feed.storage.private_files import cache_folder
 from lightning_feed.trials import in_fit, search, time_left, tune_loader
 from lightning_feed.trials.training_work import TrainingWork
 

@@ -22,8 +22,8 @@ import lightning_feed
 from lightning_feed import _host
 from lightning_feed.data import datamodule
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
-from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.machine.limits import Machine
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 HERE = LoaderSettings(num_workers=0)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_feed.diagnosing.less_work import measure_without_transforms
 from lightning_feed.diagnosing.parts import LoaderPart
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.load.machine import Machine
+from lightning_feed.machine.limits import Machine
 from lightning_feed.trials.loader_rate import LoaderRate
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_feed.diagnosing.run import STEPS, measure_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.machine.limits import Machine, read_machine
 from lightning_feed.measure.experiment_results import ExperimentResults
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
+from lightning_feed.machine.file_system import find_caveats
+from lightning_feed.machine.private_files import cache_folder, read_json, write_json
 from lightning_feed.storage import stage, staging, whole
-from lightning_feed.storage.file_system import find_caveats
-from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.storage.whole import Workshop
 
 NOBODY = 65534

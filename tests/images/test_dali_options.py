@@ -6,7 +6,7 @@ import pytest
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
-from lightning_feed.load.machine import Machine
+from lightning_feed.machine.limits import Machine
 
 
 @pytest.mark.parametrize(

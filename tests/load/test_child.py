@@ -13,7 +13,7 @@ import torch
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.child import run_in_children
-from lightning_feed.load.killed import killed_ticks
+from lightning_feed.machine.killed import killed_ticks
 
 
 def test_children_run_in_separate_processes_and_all_answer() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
 from lightning_feed.load.recommend import ASSUMED_SAMPLE_BYTES, Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.machine.limits import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
 
 GIB = 2**30
 MACHINE = Machine(

@@ -640,7 +640,8 @@ class SimulatedDevice(TorchDispatchMode):
 def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching, pinning and
     decoding know."""
-    from lightning_feed.load import copy_fence, machine, recommend, slot_loaders, slots
+    from lightning_feed.load import copy_fence, recommend, slot_loaders, slots
+    from lightning_feed.machine import limits
     from lightning_feed.measure import step_meter as clocks
     from lightning_feed.measure import user_code
 
@@ -667,9 +668,9 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
         for module in (streams, clocks):
             if hasattr(module, "STREAM_BACKENDS"):
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))
-        for module, name in ((machine, "DECODING_BACKENDS"), (recommend, "PINNING_DEVICES")):
+        for module, name in ((limits, "DECODING_BACKENDS"), (recommend, "PINNING_DEVICES")):
             patch(module, name, (*getattr(module, name), DEVICE.type))
-        patch(machine, "STREAM_BACKENDS", (*machine.STREAM_BACKENDS, DEVICE.type))
+        patch(limits, "STREAM_BACKENDS", (*limits.STREAM_BACKENDS, DEVICE.type))
         patch(slot_loaders, "can_register", lambda: True)
         patch(slots, "_register", device.register)
         patch(slots, "_unregister", device.registered.pop)

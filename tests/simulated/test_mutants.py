@@ -16,7 +16,7 @@ from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
-pytestmark = pytest.mark.harness
+pytestmark = pytest.mark.nightly
 
 SECOND = torch.device("meta", 1)
 """Not the current device."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.file_system import check_room, find_caveats, find_mount, mount_command
+from lightning_feed.machine.file_system import check_room, find_caveats, find_mount, mount_command
 
 GIB = 2**30
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from load.test_machine import put
+from machine.test_limits import put
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.child import run_in_children
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Setting
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.trials import tune_loader as tune_module
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, run_trial

@@ -17,9 +17,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
+from lightning_feed.machine.limits import Machine
 from lightning_feed.trials import trial as trial_module
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork

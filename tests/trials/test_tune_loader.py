@@ -16,10 +16,10 @@ from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.child import Stopped
-from lightning_feed.load.machine import Machine
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import Setting
-from lightning_feed.storage import private_files
+from lightning_feed.machine import private_files
+from lightning_feed.machine.limits import Machine
 from lightning_feed.trials import tune_loader as door
 from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Setting
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.trial import TrialLimits
 from lightning_feed.tuning import run as sweep_file

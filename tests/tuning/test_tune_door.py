@@ -24,7 +24,7 @@ from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.run import pastes, tune, tuned_document, tuned_text
+from lightning_feed.tuning.run import tune, tuned_document, tuned_text, ways_to_apply
 
 FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
 OWN = Setting(num_workers=0)
@@ -188,7 +188,7 @@ def test_tuning_text_shows_trials_choice_and_code_to_paste() -> None:
     assert "2 workers, prefetch_factor=4: the fastest" in text
     arguments = "num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False"
     assert rows[-5:] == [
-        "in the call that makes your training DataLoader:",
+        "in your training DataLoader:",
         f"    {arguments}",
         "",
         "in the call that makes your FastDataModule:",
@@ -225,7 +225,8 @@ IN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, dat
             FOUND,
             [
                 (
-                    "in callbacks=[...] of the Trainer: your training DataLoader (made in cells/fit.py:3)",
+                    "by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in your "
+                    "training DataLoader (made in cells/fit.py:3)",
                     "AutotuneCallback()",
                 )
             ],
@@ -236,7 +237,7 @@ IN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, dat
             [
                 (
                     "in loader=LoaderSettings(...) of your Birds",
-                    "loader=LoaderSettings(num_workers=0, pin_memory=False)",
+                    "num_workers=0, pin_memory=False",
                 )
             ],
         ),
@@ -256,7 +257,7 @@ IN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, dat
 def test_code_to_paste_matches_how_the_loader_is_made(
     place: LoaderCode, setting: Setting, pasted: list[tuple[str, str]]
 ) -> None:
-    ways = pastes(found(setting=setting, own=Setting(num_workers=5)), place)
+    ways = ways_to_apply(found(setting=setting, own=Setting(num_workers=5)), place)
     assert [(way.where, way.code) for way in ways] == pasted
     text = tuned_text(found(setting=setting, own=Setting(num_workers=5)), place)
     assert all(f"{where}:\n    {code}" in text for where, code in pasted)

@@ -45,7 +45,7 @@ def _row(name: str, project: Project) -> Any:
     # One process for all tests of a project, which then trains once for all of them.
     marks = [pytest.mark.xdist_group(name)]
     if name not in IN_THE_GATE:
-        marks.append(pytest.mark.harness)
+        marks.append(pytest.mark.nightly)
     return pytest.param(project, id=name, marks=marks)
 
 

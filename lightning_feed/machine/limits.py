@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_feed.storage.memory_limits import cgroup_folders, memory_limits, read_text
+from lightning_feed.machine.memory import cgroup_folders, memory_limits, read_text
 from lightning_feed.wording import plural
 
 MIB = 2**20

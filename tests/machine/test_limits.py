@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.machine.limits import Machine, read_machine
 
 GIB = 2**30
 Write = Callable[..., None]

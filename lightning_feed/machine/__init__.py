@@ -1,0 +1,1 @@
+"""The machine: its limits, files and mounts, as far as this process may use them."""
