@@ -342,9 +342,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
         "StopIteration, or the length of its sampler is wrong"
     ),
     "short steps": "a step of {ms:ms} ms is short: larger batches may gain more than any other setting",
-    "search ran out of time": (
-        "the search for workers ran out of time: LIGHTNING_FEED=tune searches on, and remembers the result"
-    ),
+    "search ran out of time": "the search for workers ran out of time, so another number may be faster still",
     "no workers allowed": "no workers, though they would load while the model trains: {why}",
     "may repeat samples": (
         "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "

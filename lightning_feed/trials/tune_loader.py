@@ -110,7 +110,7 @@ class Tuned:
     itself has not compared the two yet; else None."""
     without_workers: Setting | None = None
     """The user's setting without workers, if only training itself can tell whether it is faster: see
-    :meth:`_Run._alone`."""
+    :meth:`_Run._without_workers`."""
     reason: str
     """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
@@ -261,7 +261,7 @@ class _Run:
             in_place=in_place,
             number_stays=self._rehearsal.refusal is not None,
         )
-        without_workers = self._alone(own)
+        alone = self._alone(own)
         choice = find_setting(space, self._try)
         if choice is None:
             raise self._nothing_ran()
@@ -270,7 +270,7 @@ class _Run:
             setting=self._pinned(choice.setting, own),
             own=own,
             in_place=best_in_place and self._pinned(best_in_place, own),
-            without_workers=without_workers,
+            without_workers=self._without_workers(own, alone, choice),
             reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
@@ -281,24 +281,32 @@ class _Run:
             seconds=self._clock() - self._began_s,
         )
 
-    def _alone(self, own: Setting) -> Setting | None:
-        """Return the user's setting without workers, if these take CPUs from a model that computes on them.
-
-        Each operation of the model waits for all its threads, so for the one that lacks a CPU (see
-        ``benchmarks/threads.py``). How long steps take without that, no imitation tells. Training may compare if making
-        a batch takes clearly less time than a step does now.
-        """
-        own_s = self.goal.own_step_s
-        if own_s is None or not own.num_workers or self.goal.device_type != "cpu" or self._rehearsal.refusal:
+    def _alone(self, own: Setting) -> Trial | None:
+        """The trial of making batches without workers, if these may take CPUs from a model that computes on them."""
+        if self.goal.own_step_s is None or not own.num_workers or self.goal.device_type != "cpu":
+            return None
+        if self._rehearsal.refusal is not None:
             return None
         setting = own.with_workers(0)
         limits = TrialLimits(max_s=max(1.0, self._budget_s() / 4), left_s=self._budget_s())
         try:
             ranks = self.goal.local_ranks
-            alone = run_trial(self.loader, setting, TrainingWork(), limits, ranks=ranks, stop=self._stop)
+            return run_trial(self.loader, setting, TrainingWork(), limits, ranks=ranks, stop=self._stop)
         except (OutOfTime, DatasetError, LoaderError):
             return None
-        return setting if UNLIKE * alone.running_s < own_s else None
+
+    def _without_workers(self, own: Setting, alone: Trial | None, choice: Choice) -> Setting | None:
+        """Return the user's setting without workers, if only training can tell whether it is faster.
+
+        Each operation of the model waits for all its threads, so for the one that lacks a CPU (see
+        ``benchmarks/threads.py``). How long steps take without that, no imitation tells. Training may compare if making
+        a batch takes clearly less time than a step does now, with its share of the start of workers.
+        """
+        if alone is None or self.goal.own_step_s is None:
+            return None
+        starts_s = [trial.start_share_s for trial in choice.trials if trial.setting == own and trial.steps_s]
+        own_s = self.goal.own_step_s + max(starts_s, default=0.0)
+        return alone.setting if UNLIKE * alone.running_s < own_s else None
 
     def _nothing_ran(self) -> LoaderError:
         failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]

@@ -185,7 +185,7 @@ LOADERS["plain, workers, its sampler draws at once"] = plain(shuffle=False, samp
 
 
 @every_loader
-@pytest.mark.parametrize("best", [0, 3])
+@pytest.mark.parametrize("best", [3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_samples_order_and_weights_equal_those_of_an_untuned_fit(name: str, best: int, trials: Trials) -> None:
     """The model has dropout and the samplers draw from torch's generators, so a draw too many would show."""
     expected, _, _ = fit([], LOADERS[name], max_epochs=4)
@@ -416,7 +416,7 @@ def test_the_time_of_trials_is_a_part_of_the_wall_time_and_of_no_step(
 
 
 @pytest.mark.parametrize("made", LOADERS)
-@pytest.mark.parametrize("after_ms", [9.0, 11.0])
+@pytest.mark.parametrize("after_ms", [11.0, pytest.param(9.0, marks=pytest.mark.nightly)])
 def test_only_a_slower_setting_is_reverted_and_samples_stay_the_same(
     made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -755,7 +755,10 @@ CHANGING: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_first_run", [True, False], ids=["tuned now", "tuned before"])
+@pytest.mark.parametrize(
+    "is_first_run",
+    [pytest.param(True, id="tuned now"), pytest.param(False, id="tuned before", marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("name", CHANGING)
 def test_tuned_workers_see_dataset_changes_made_between_epochs(name: str, is_first_run: bool, trials: Trials) -> None:
     """Workers that were found earlier have begun when the first epoch does."""

@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("depth", [None, 1, 2])
+@pytest.mark.parametrize("depth", [None, 2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_step_time_and_reported_starvation_match_theory(case: Case, depth: int | None) -> None:
     expected = case.plain_ms() if depth is None else case.prefetched_ms(depth)
     outcome = run(case, depth)
