@@ -24,7 +24,7 @@ from pathlib import Path
 
 import loader_rows as rows
 import torch
-from loader_process import Feed, Job, Pass, Skip, serve
+from loader_process import Feed, Pass, RunFacts, Skip, serve
 
 from lightning_feed.extras import installed_version
 
@@ -51,7 +51,7 @@ class Row:
     fidelity: str
     """``aa``: antialiased resize; ``linear``, ``area``; as documented."""
     out: str
-    make: Callable[[Job], Feed]
+    make: Callable[[RunFacts], Feed]
 
 
 ROWS: dict[str, Row] = {
@@ -136,7 +136,7 @@ def run(names: list[str], scratch: Path, rounds: int) -> dict[str, Contender]:
         own = scratch / f"{number}"
         own.mkdir()
         here, there = context.Pipe()
-        job = Job(folder=scratch / "data", scratch=own)
+        job = RunFacts(folder=scratch / "data", scratch=own)
         process = context.Process(target=serve, args=(there, ROWS[name].make, job, own / "log"))
         process.start()
         contenders[name] = Contender(process, here)

@@ -28,7 +28,7 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunFacts:
     """What is to be loaded, the same for all."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
     memory_mb: float
 
 
-def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Path) -> None:
+def serve(connection: Connection, make: Callable[[RunFacts], Feed], job: RunFacts, log: Path) -> None:
     """Make the contender, then run one epoch for each message, until it is killed."""
     os.setsid()
     with log.open("w") as out:
@@ -90,7 +90,7 @@ def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Pa
         connection.close()
 
 
-def _run(feed: Feed, job: Job, *, with_memory: bool) -> Pass:
+def _run(feed: Feed, job: RunFacts, *, with_memory: bool) -> Pass:
     source = feed.epoch()
     total = len(job.files)
     images = 0
@@ -114,7 +114,7 @@ def _run(feed: Feed, job: Job, *, with_memory: bool) -> Pass:
     return Pass(images, last_s - began_s, first_s, cpu_s, memory_mb)
 
 
-def _check(batch: Any, job: Job) -> None:
+def _check(batch: Any, job: RunFacts) -> None:
     wanted = (job.batch_size, 3, job.size, job.size)
     if tuple(batch.shape) != wanted:
         raise Skip(f"gave batches of {tuple(batch.shape)}, not {wanted}")

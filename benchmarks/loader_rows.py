@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from loader_process import Feed, Job
+from loader_process import Feed, RunFacts
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -92,7 +92,7 @@ def one_worker_thread(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def in_processes(job: Job, dataset: Any, **options: Any) -> DataLoader[Any]:
+def in_processes(job: RunFacts, dataset: Any, **options: Any) -> DataLoader[Any]:
     """A DataLoader as a careful user sets it up: workers that live on, two batches ahead in each."""
     options = {"batch_size": job.batch_size, "shuffle": True, **options}
     return DataLoader(
@@ -108,7 +108,7 @@ def _read_crop(path: Path, crop: Crop) -> Tensor:
     return crop(path.read_bytes())
 
 
-def dataloader(job: Job, *, crop: Crop) -> Feed:
+def dataloader(job: RunFacts, *, crop: Crop) -> Feed:
     loader = in_processes(job, Files(job.files, partial(_read_crop, crop=crop)), collate_fn=collate_channels_last)
     return Feed(lambda: loader)
 
@@ -127,7 +127,7 @@ def open_pillow(path: Path) -> Image.Image:
     return Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
 
 
-def pillow(job: Job, *, floats: bool) -> Feed:
+def pillow(job: RunFacts, *, floats: bool) -> Feed:
     """The recipe of torchvision's documentation; the reference, and the same without its float part."""
     last = [v1.ToTensor(), v1.Normalize(MEAN, STD)] if floats else [v1.PILToTensor()]
     recipe = v1.Compose([v1.RandomResizedCrop(job.size), v1.RandomHorizontalFlip(), *last])
@@ -141,7 +141,7 @@ def _open_torchvision(path: Path) -> Tensor:
     return image
 
 
-def torchvision_v2(job: Job) -> Feed:
+def torchvision_v2(job: RunFacts) -> Feed:
     recipe = v2.Compose([v2.RandomResizedCrop(job.size, antialias=True), v2.RandomHorizontalFlip()])
     loader = in_processes(job, Files(job.files, _Recipe(_open_torchvision, recipe)))
 
@@ -151,7 +151,7 @@ def torchvision_v2(job: Job) -> Feed:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def thread_pool(job: Job, *, crop: Crop) -> Feed:
+def thread_pool(job: RunFacts, *, crop: Crop) -> Feed:
     """A batch is one task; two more are ahead for each thread, as in a DataLoader."""
     batches = job.batches
     pool = ThreadPoolExecutor(job.workers)
@@ -171,7 +171,7 @@ def thread_pool(job: Job, *, crop: Crop) -> Feed:
 # --- other libraries --------------------------------------------------------------------------------------------------
 
 
-def dali(job: Job, *, antialias: bool) -> Feed:
+def dali(job: RunFacts, *, antialias: bool) -> Feed:
     """DALI on the CPU: a decode of the random box alone, a triangular or linear resize, a flip.
 
     It is told how many batches to prepare. With ``run()`` the first two of an epoch are prepared before it starts.
@@ -214,7 +214,7 @@ def dali(job: Job, *, antialias: bool) -> Feed:
     return Feed(epoch)
 
 
-def spdl(job: Job, *, crop: Crop) -> Feed:
+def spdl(job: RunFacts, *, crop: Crop) -> Feed:
     """SPDL's pipeline with two threads, and the decoder that is its fastest here."""
     from spdl.pipeline import PipelineBuilder
 
@@ -228,7 +228,7 @@ def spdl(job: Job, *, crop: Crop) -> Feed:
     return Feed(epoch)
 
 
-def litdata(job: Job, *, crop: Crop) -> Feed:
+def litdata(job: RunFacts, *, crop: Crop) -> Feed:
     """LitData's chunks and loader."""
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import Cache
@@ -265,7 +265,7 @@ class _CropAll:
 
 
 def ours(
-    job: Job,
+    job: RunFacts,
     *,
     quality: Literal["exact", "fast"] = "exact",
     workers: Literal["process", "thread"] = "thread",

@@ -17,7 +17,7 @@ from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.measure.guard import Once, check_instance
 from lightning_feed.transfer.batch_tree import LeanTransfer, off_host
-from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
+from lightning_feed.transfer.prefetcher import CopiedBatch, Prefetcher, SideStream, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class PrefetchCallback(ExactResume):
         self._prefetcher: Prefetcher | None = None
         self._is_staging = False
         """True while a batch is transferred ahead of its step."""
-        self._in_hand: Staged | None = None
+        self._in_hand: CopiedBatch | None = None
         """The batch copied ahead that the loop has taken, but has not yet transferred."""
         self._wraps: list[_host.Wrap] = []
         self._triggers: dict[str, bool] = {}

@@ -21,7 +21,7 @@ from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import size_of
-from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.recommend import Recommendation, RunFacts
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.machine.limits import read_machine
@@ -93,7 +93,9 @@ class Loaders(ChosenSettings):
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
 
-    def build(self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: Job, *, even: bool) -> FeedLoader:
+    def build(
+        self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: RunFacts, *, even: bool
+    ) -> FeedLoader:
         """Build the loader of one dataset.
 
         Args:
@@ -122,7 +124,7 @@ class Loaders(ChosenSettings):
             held = self.rehearsals[name] = loader.dataset, rehearse(loader)
         return held[1]
 
-    def _eval_size(self, part: Part, dataset: AnyDataset, job: Job, *, even: bool) -> int:
+    def _eval_size(self, part: Part, dataset: AnyDataset, job: RunFacts, *, even: bool) -> int:
         """Choose the evaluation batch size, and note for the report which size would divide the samples best."""
         size = part.batch_size
         samples = None if isinstance(dataset, IterableDataset) else size_of(dataset)
@@ -139,7 +141,7 @@ class Loaders(ChosenSettings):
         return size
 
     def _build_on_device(
-        self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: Job
+        self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: RunFacts
     ) -> tuple[FeedLoader, Recommendation]:
         """Build the loader of a dataset kept on the device. Loads the data now if necessary."""
         from lightning_feed.transfer.resident import ResidentLoader
@@ -158,7 +160,7 @@ class Loaders(ChosenSettings):
         names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
         return loader, Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
 
-    def _resident_data(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
+    def _resident_data(self, dataset: AnyDataset, part: Part, job: RunFacts, device: torch.device) -> "ResidentData":
         """Return the dataset's data on the device. The first call loads the data there."""
         if part.name in self.resident:
             held, data = self.resident[part.name]
@@ -169,7 +171,7 @@ class Loaders(ChosenSettings):
         self.resident[part.name] = (dataset, data)
         return data
 
-    def _load(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
+    def _load(self, dataset: AnyDataset, part: Part, job: RunFacts, device: torch.device) -> "ResidentData":
         from lightning_feed.transfer.resident import load_resident
 
         workers = self.settings.num_workers
@@ -204,12 +206,12 @@ def attach_tuning(trainer: AnyTrainer, *, given: bool = False) -> None:
         callbacks.append(GivenWorkers() if given else AutotuneCallback())
 
 
-def job_of(trainer: AnyTrainer | None) -> Job:
-    """Return the properties of the Trainer's run that loaders need; without a Trainer, the defaults of a Job."""
+def job_of(trainer: AnyTrainer | None) -> RunFacts:
+    """Return the properties of the Trainer's run that loaders need; without a Trainer, the defaults of a RunFacts."""
     if trainer is None:
-        return Job()
+        return RunFacts()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))
-    return Job(
+    return RunFacts(
         device_type=trainer.strategy.root_device.type,
         local_ranks=trainer.num_devices,
         sharing_ranks=_host.ranks_that_share_samples(trainer),

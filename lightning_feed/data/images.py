@@ -18,7 +18,7 @@ from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.images import backends
 from lightning_feed.images.backends import Backend, BackendChoice, check_choice
-from lightning_feed.images.choose import DECODER_NAMES, Choice, make_decoder
+from lightning_feed.images.choose import DECODER_NAMES, DecoderChoice, make_decoder
 from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
@@ -111,7 +111,7 @@ class FeedImageFolder(FeedDataModule):
         self._images_kept = SquareRecipe(size=short_side)
         self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
         self._images_splits = Splits(val_fraction)
-        self._images_choice: Choice | None = None
+        self._images_choice: DecoderChoice | None = None
 
     # --- what FastDataModule asks for ---------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class FeedImageFolder(FeedDataModule):
         return self._images_backend
 
     @property
-    def decoder_choice(self) -> Choice | None:
+    def decoder_choice(self) -> DecoderChoice | None:
         """The decoder in use, with the reason. None until the first dataset is made."""
         return self._images_choice
 

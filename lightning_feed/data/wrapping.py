@@ -14,7 +14,7 @@ from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, attach_tun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
-from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.recommend import Recommendation, RunFacts
 from lightning_feed.load.rehearsal import rehearse
 from lightning_feed.load.settings import PINNING_DEVICES, LoaderSettings, Setting
 from lightning_feed.load.slot_loaders import put_in_slots
@@ -131,7 +131,7 @@ class WrappedLoaders(ChosenSettings):
         self.announce(trainer, split, name, recommendation)
         return _rebuilt(loader, recommendation.setting, self.settings)
 
-    def _recommended(self, loader: DataLoader[object], name: str, job: Job) -> Recommendation:
+    def _recommended(self, loader: DataLoader[object], name: str, job: RunFacts) -> Recommendation:
         """The loader's own setting, with the values that the user has passed."""
         settings = self.settings
         setting = Setting.of(loader)

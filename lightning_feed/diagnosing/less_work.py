@@ -23,7 +23,7 @@ from lightning_feed.measure.facts import loader_facts
 from lightning_feed.trials.loader_rate import Heartbeat
 
 
-class Constant:
+class ConstantTransform:
     """Replaces a transform, and always returns the same result.
 
     Args:
@@ -67,7 +67,7 @@ def measure_without_transforms(session: Session) -> None:
     transform.
     """
     session.check_memory()
-    constants: dict[Site, Constant] = {}
+    constants: dict[Site, ConstantTransform] = {}
     for part in session.parts:
         noting = {site: _Noting(site.transform) for site in find_sites(part.loader.dataset)}
         with preserve_state(part.loader), replaced(noting):
@@ -75,7 +75,7 @@ def measure_without_transforms(session: Session) -> None:
         for site, transform in noting.items():
             if transform.called:
                 is_recipe = isinstance(site.owner, ImageDataset) and not isinstance(site.held, UserTransform)
-                constants[site] = Constant(transform.result, decodes=is_recipe)
+                constants[site] = ConstantTransform(transform.result, decodes=is_recipe)
     if constants:
         with replaced(constants):
             session.note(no_transform_per_s=session.rate())

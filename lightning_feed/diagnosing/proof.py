@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing.batches import idle_copy, own_loaders
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.diagnosing.short_fits import Limits, time_fit
+from lightning_feed.diagnosing.short_fits import FitLength, time_fit
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Setting
@@ -149,9 +149,9 @@ def _torch_threads(number: int) -> Iterator[None]:
 
 def _step_ms(session: Session, setting: Setting | None, seconds: float) -> float | None:
     queue = setting.batches_ahead if setting is not None and setting.prefetch_factor else 0
-    limits = Limits(min_steps=FEWEST_STEPS, max_steps=PROOF_STEPS + WARM_UP_STEPS + queue, seconds=seconds)
+    fit_length = FitLength(min_steps=FEWEST_STEPS, max_steps=PROOF_STEPS + WARM_UP_STEPS + queue, seconds=seconds)
     with preserve_state(session.train_loaders):
-        return time_fit(session, limits, own_loaders(session.train_loaders, _made_with(setting)))
+        return time_fit(session, fit_length, own_loaders(session.train_loaders, _made_with(setting)))
 
 
 def _made_with(setting: Setting | None) -> Callable[[Any], Any]:

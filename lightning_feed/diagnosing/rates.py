@@ -128,7 +128,7 @@ def _tried(trial: Trial, tuned: Tuned) -> TriedSetting:
 # --- constant samples -------------------------------------------------------------------------------------------------
 
 
-class _Constant:
+class _ConstantSample:
     """Replaces a dataset, and returns the same sample again and again.
 
     Args:
@@ -148,7 +148,7 @@ class _Constant:
         return getattr(self.original, name)
 
 
-class NullDataset(_Constant, Dataset[Sample]):
+class NullDataset(_ConstantSample, Dataset[Sample]):
     """Map-style dataset that returns the same sample for every index."""
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class NullDataset(_Constant, Dataset[Sample]):
         return fresh(self.sample)
 
 
-class NullStream(_Constant, IterableDataset[Sample]):
+class NullStream(_ConstantSample, IterableDataset[Sample]):
     """Iterable dataset that yields the same sample without end."""
 
     def __iter__(self) -> Iterator[Any]:

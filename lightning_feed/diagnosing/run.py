@@ -24,7 +24,7 @@ from lightning_feed.diagnosing.parts import NotMeasurable, parts_of
 from lightning_feed.diagnosing.proof import Proof, own_workers, prove, proven, threads_left, try_fewer_threads
 from lightning_feed.diagnosing.restoring import ModelState, quiet
 from lightning_feed.diagnosing.session import Session, open_session
-from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, Limits, replay, run_as_it_is
+from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, FitLength, replay, run_as_it_is
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.machine.limits import read_machine
@@ -121,7 +121,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     if out is not None:
         check_writable(Path(out))  # before a minute of experiments, not after it
     session = _open(trainer, model, datamodule, train_dataloaders)
-    stopped = _run(session, _Plan(only, budget_s, quick=quick))
+    stopped = _run(session, _Scope(only, budget_s, quick=quick))
     diagnosis = decide(measurements_of(session))
     written, problem = _write(diagnosis, out)
     if isinstance(stopped, FeedError):
@@ -154,7 +154,7 @@ def _open(trainer: object, model: object, datamodule: Any, loaders: object) -> S
     return open_session(trainer, model, datamodule, loaders)
 
 
-def _run(session: Session, plan: "_Plan") -> FeedError | KeyboardInterrupt | None:
+def _run(session: Session, plan: "_Scope") -> FeedError | KeyboardInterrupt | None:
     """Run the experiments, and restore what they changed. Returns the exception that ended them early, or None.
 
     Raises:
@@ -210,7 +210,7 @@ def _write(diagnosis: Diagnosis, out: str | Path | None) -> tuple[list[Path], Re
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Scope:
     """The experiments to run, and the time for them."""
 
     only: Sequence[str]
@@ -221,7 +221,7 @@ class _Plan:
 class _Experiments:
     """The experiments of one diagnosis. They add results to the session one by one, so Ctrl-C loses none of them."""
 
-    def __init__(self, session: Session, plan: _Plan, bar: Any) -> None:
+    def __init__(self, session: Session, plan: _Scope, bar: Any) -> None:
         self.session = session
         self.plan = plan
         self._bar = bar
@@ -264,10 +264,10 @@ class _Experiments:
     def _run_as_it_is(self) -> None:
         session = self.session
         steps = QUICK_RUN_STEPS if self.plan.quick else RUN_STEPS
-        limits = Limits(min_steps=FEWEST_RUN_STEPS, max_steps=steps, seconds=RUN_SHARE * self.plan.budget_s)
+        fit_length = FitLength(min_steps=FEWEST_RUN_STEPS, max_steps=steps, seconds=RUN_SHARE * self.plan.budget_s)
         self._show("the run as it is", 0.0)
         with user_errors(AS_IT_IS):
-            run_as_it_is(session, limits)
+            run_as_it_is(session, fit_length)
         left_out = _left_out_of_the_fit(session)
         if left_out:
             session.leave_out(REST_OF_THE_FIT, left_out)
@@ -283,10 +283,10 @@ class _Experiments:
         if not session.device_batches.batches:
             session.leave_out(MODEL, "the unchanged run gave no batch")
             return
-        batches, limits = self._batches_and_limits()
+        batches, fit_length = self._batches_and_length()
         self._show("model: the same batches on the device again and again", RUN_SHARE)
         try:
-            per_s = replay(session, batches, limits, on_device=True)
+            per_s = replay(session, batches, fit_length, on_device=True)
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
             session.leave_out(MODEL, f"it failed: {in_a_line(error)}")
             return
@@ -294,7 +294,7 @@ class _Experiments:
         if per_s is None:
             session.leave_out(MODEL, "too few steps in the available time: allow more time, or leave --quick out")
 
-    def _batches_and_limits(self) -> tuple[list[Batch], Limits]:
+    def _batches_and_length(self) -> tuple[list[Batch], FitLength]:
         """Choose the run's batches to replay, only one if there is no time for more, and the length of the fit."""
         session = self.session
         seconds = REPLAY_SHARE * self.plan.budget_s
@@ -305,8 +305,8 @@ class _Experiments:
         step_ms = session.measured.stats.step_ms if session.measured is not None else None
         needed = PASSES * math.lcm(accumulate, len(batches))
         if needed > most or needed * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
-            return batches[:1], Limits(min_steps=fewest, max_steps=most, seconds=seconds)
-        return batches, Limits(min_steps=max(needed, fewest), max_steps=most, seconds=seconds)
+            return batches[:1], FitLength(min_steps=fewest, max_steps=most, seconds=seconds)
+        return batches, FitLength(min_steps=max(needed, fewest), max_steps=most, seconds=seconds)
 
     def _measure_loader(self) -> None:
         session = self.session

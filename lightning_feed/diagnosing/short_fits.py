@@ -31,13 +31,13 @@ ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_check
 """The user's hooks that are not called, because they may upload the short fit as the result of a training."""
 AS_IT_IS = "training as it is failed"
 LATEST = 3
-"""A fit ends after this many times ``Limits.seconds``, even with too few steps."""
+"""A fit ends after this many times ``FitLength.seconds``, even with too few steps."""
 PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 """Classes of the precision plugins that ``Trainer(precision=...)`` makes from a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FitLength:
     """The length of a fit, which ends after ``max_steps``, or after ``seconds`` and at least ``min_steps``."""
 
     min_steps: int
@@ -54,9 +54,9 @@ class ShortFit:
     Mixed into the ``Callback`` of the Trainer's package, as Lightning requires of callbacks.
     """
 
-    def __init__(self, session: Session, limits: Limits) -> None:
+    def __init__(self, session: Session, fit_length: FitLength) -> None:
         self.session = session
-        self.limits = limits
+        self.fit_length = fit_length
         self.steps = 0
         self.interrupted = False
         self.wraps: list[_host.Wrap] = []
@@ -76,8 +76,8 @@ class ShortFit:
         """End the fit after its time."""
         self.steps += 1
         elapsed_s = time.perf_counter() - self._began_s
-        is_enough = elapsed_s >= self.limits.seconds and self.steps >= self.limits.min_steps
-        if is_enough or self.steps >= self.limits.max_steps or elapsed_s >= LATEST * self.limits.seconds:
+        is_enough = elapsed_s >= self.fit_length.seconds and self.steps >= self.fit_length.min_steps
+        if is_enough or self.steps >= self.fit_length.max_steps or elapsed_s >= LATEST * self.fit_length.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
             # A schedule of fixed length raises if it is stepped past its end.
@@ -98,7 +98,7 @@ class UnchangedFit(ShortFit):
         """Train for more steps if the loader works ahead: its full queue hides a slow loader at first."""
         super().on_train_start(trainer, pl_module)
         warm_up = batches_ahead(_host.train_loaders(trainer)) + WARM_UP_STEPS
-        self.limits = replace(self.limits, max_steps=self.limits.max_steps + warm_up)
+        self.fit_length = replace(self.fit_length, max_steps=self.fit_length.max_steps + warm_up)
         if not _host.takes_iterator(self.session.model):
             self.session.device_batches = KeptBatches(warm_up)
             self.wraps.append(_host.Wrap(self.session.model, "training_step", self._step))
@@ -111,8 +111,8 @@ class UnchangedFit(ShortFit):
 class ReplayFit(ShortFit):
     """A fit whose steps get the same batches again and again, to measure the model without loading."""
 
-    def __init__(self, session: Session, limits: Limits, *, on_device: bool) -> None:
-        super().__init__(session, limits)
+    def __init__(self, session: Session, fit_length: FitLength, *, on_device: bool) -> None:
+        super().__init__(session, fit_length)
         self.pace = Pace(session.device)
         self._on_device = on_device
 
@@ -141,11 +141,11 @@ def _as_callback(session: Session, kind: type[ShortFit]) -> Any:
 # --- the fits -----------------------------------------------------------------------------------------------------
 
 
-def run_as_it_is(session: Session, limits: Limits) -> None:
+def run_as_it_is(session: Session, fit_length: FitLength) -> None:
     """Run a fit with the user's loaders. Records measurements and batches in the session."""
     meter = _meter(session)
     meter.reads_gpu = True
-    short_fit = _as_callback(session, UnchangedFit)(session, limits)
+    short_fit = _as_callback(session, UnchangedFit)(session, fit_length)
 
     loaders = None
     wraps = []
@@ -179,16 +179,16 @@ def _meter(session: Session) -> Any:
     return meter
 
 
-def time_fit(session: Session, limits: Limits, loaders: AnyLoader) -> float | None:
+def time_fit(session: Session, fit_length: FitLength, loaders: AnyLoader) -> float | None:
     """Milliseconds of a step, in a fit with other loaders; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
-        limits: length of the fit.
+        fit_length: length of the fit.
         loaders: the training loaders.
     """
     meter = _meter(session)
-    short_fit = _as_callback(session, ShortFit)(session, limits)
+    short_fit = _as_callback(session, ShortFit)(session, fit_length)
     _fit(session, short_fit, [meter, short_fit], loaders, _instead_of_the_users(session, loaders))
     step_ms: float | None = meter.report().stats.step_ms
     return step_ms
@@ -205,20 +205,20 @@ def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wr
     return wraps
 
 
-def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_device: bool) -> float | None:
+def replay(session: Session, batches: Sequence[Batch], fit_length: FitLength, *, on_device: bool) -> float | None:
     """Batches per second of a fit whose steps get ``batches`` repeatedly; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
         batches: batches as passed to the step if ``on_device``, else as they come from the loader.
-        limits: length of the fit.
+        fit_length: length of the fit.
         on_device: True if the batches are on the device, to leave out the transfer with its hooks.
     """
-    length = limits.max_steps + 1
+    length = fit_length.max_steps + 1
     if session.measured is not None:
         length = max(length, session.measured.facts.batches_per_epoch or 0)
     endless = Replay(batches, length)
-    short_fit = _as_callback(session, ReplayFit)(session, limits, on_device=on_device)
+    short_fit = _as_callback(session, ReplayFit)(session, fit_length, on_device=on_device)
     wraps = _instead_of_the_users(session, endless)
     _fit(session, short_fit, [short_fit], endless, wraps, prefetch=not on_device)
     rate: float | None = short_fit.pace.per_s(session.trainer.accumulate_grad_batches, len(batches))

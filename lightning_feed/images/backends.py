@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
-from lightning_feed.images.choose import Choice, make_decoder
+from lightning_feed.images.choose import DecoderChoice, make_decoder
 from lightning_feed.images.cpu_share import CpuShare
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
 from lightning_feed.images.decode_ahead import NvJpegOptions
@@ -211,7 +211,7 @@ def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset) -> float:
         torch.set_num_threads(threads)
 
 
-def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
+def choose_decoder(source: SampleSource, crops: bool) -> DecoderChoice:  # noqa: FBT001  # as a recipe has it
     """Choose the decoder for "auto": the fastest on a few images, or Pillow if none can be timed.
 
     Args:

@@ -1,4 +1,4 @@
-"""Choice of a decoder: by name, or the fastest one that matches Pillow on the user's own images.
+"""DecoderChoice of a decoder: by name, or the fastest one that matches Pillow on the user's own images.
 
 Pillow decodes the images that the chosen decoder refuses; they are counted, and reported once.
 """
@@ -56,7 +56,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DecoderChoice:
     """A decoder, and the reason for the choice."""
 
     decoder: Decoder
@@ -86,12 +86,12 @@ def make_decoder(
     *,
     regions: bool = False,
     clock: Callable[[], float] = time.thread_time,
-) -> Choice:
+) -> DecoderChoice:
     """Make a decoder by name. ``"auto"`` chooses the fastest that is faithful to Pillow on these samples.
 
     Every decoder except Pillow falls back to Pillow. ``"auto"`` decodes up to 64 samples (fewer if they are large)
     with each installed decoder, alternating, three times. If two decoders are equally fast, two processes may choose
-    differently: choose in one process, and pass :attr:`Choice.name` to the others.
+    differently: choose in one process, and pass :attr:`DecoderChoice.name` to the others.
 
     Args:
         name: one of :data:`DECODER_NAMES`.
@@ -110,7 +110,7 @@ def make_decoder(
         return _choose(samples, regions=regions, clock=clock)
     if name not in _MAKERS:
         raise SettingsError(f"decoder={name!r} is not valid. Use one of {', '.join(map(repr, DECODER_NAMES))}.")
-    return Choice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as requested")
+    return DecoderChoice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as requested")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Sample:
     box: Region
 
 
-def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], float]) -> Choice:
+def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], float]) -> DecoderChoice:
     kept = _decodable(samples)
     table: dict[str, Measured] = {}
     decoders: dict[str, Decoder] = {}
@@ -136,7 +136,9 @@ def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], fl
     for name, times in zip(racing, zip(*rounds, strict=True), strict=True):
         table[name].ms = statistics.median(times)
     taken = _fastest({name: table[name].ms for name in racing}, decoders)
-    return Choice(with_fallback(decoders[taken]), taken, _sentence(taken, table, len(kept), regions=regions), table)
+    return DecoderChoice(
+        with_fallback(decoders[taken]), taken, _sentence(taken, table, len(kept), regions=regions), table
+    )
 
 
 def _ms(decoder: Decoder, samples: list[_Sample], clock: Callable[[], float], *, regions: bool) -> float:

@@ -15,7 +15,7 @@ from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.order import EpochOrder, has_set_epoch, size_of
-from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.recommend import Recommendation, RunFacts, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
@@ -50,7 +50,7 @@ def build_loader(
     dataset: AnyDataset,
     part: Part,
     settings: LoaderSettings,
-    job: Job,
+    job: RunFacts,
     rehearsed: "Callable[[FeedLoader], Rehearsal] | None" = None,
 ) -> tuple[FeedLoader, Recommendation]:
     """Build the loader for one dataset. Returns the loader and its settings, with reasons.
@@ -105,7 +105,7 @@ def _refuse_unsendable(loader: FeedLoader, part: Part, settings: LoaderSettings,
 
 
 def _built(
-    dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job, sampler: AnySampler, setting: Setting
+    dataset: AnyDataset, part: Part, settings: LoaderSettings, job: RunFacts, sampler: AnySampler, setting: Setting
 ) -> FeedLoader:
     drop_last = part.split == "train" and settings.drop_last
     options: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def _built(
     )
 
 
-def _workload(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> Workload:
+def _workload(dataset: AnyDataset, part: Part, job: RunFacts, *, drop_last: bool) -> Workload:
     return Workload(
         split=part.split,
         batch_size=part.batch_size,
@@ -147,7 +147,7 @@ def _workload(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> 
     )
 
 
-def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
+def _sampler(dataset: AnyDataset, part: Part, job: RunFacts) -> AnySampler:
     """Return the user's sampler, or a RandomSampler for training. Returns None if the order is fixed."""
     if isinstance(dataset, IterableDataset):
         return None
@@ -157,7 +157,7 @@ def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
     return sampler
 
 
-def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> int | None:
+def _batches(dataset: AnyDataset, part: Part, job: RunFacts, *, drop_last: bool) -> int | None:
     """Count the batches of an epoch on one rank. Returns None if the dataset has no length.
 
     Raises:

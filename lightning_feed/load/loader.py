@@ -35,7 +35,7 @@ from lightning_feed.load.order import (
 )
 from lightning_feed.load.position import (
     IndexSource,
-    Pass,
+    Position,
     draws_again,
     draws_same_order,
     find_samplers,
@@ -166,7 +166,7 @@ class FeedLoader(DataLoader[Batch]):
         """True if the dataset refers to objects that processes share; None if nobody has looked yet."""
         self._live: weakref.ref[LoaderPass] | None = None
         """The latest pass, if it is still in use."""
-        self._position: Pass | None = None
+        self._position: Position | None = None
         """The position of the latest pass."""
         self._pending: LoaderState | None = None
         """A loaded state, from which the next pass resumes."""
@@ -292,7 +292,7 @@ class FeedLoader(DataLoader[Batch]):
         with torch.random.fork_rng(devices=[]):  # the pass has drawn its seeds already
             return iter(self)
 
-    def _with_later_stages(self, maker: Maker, position: Pass) -> LoaderPass:
+    def _with_later_stages(self, maker: Maker, position: Position) -> LoaderPass:
         stages: list[Stage] = [maker]
         background = None
         if self.background:
@@ -308,7 +308,7 @@ class FeedLoader(DataLoader[Batch]):
             substitutes = Substitutes(self._look if is_looked_at else NO_SUBSTITUTES.look, self._recover)
         return LoaderPass(stages, maker, position, background, self.watch, substitutes)
 
-    def _give_out(self, position: Pass) -> None:
+    def _give_out(self, position: Position) -> None:
         """Make the index source yield the indices of a pass, and record the present configuration."""
         self._configuration = self._state_before_any_pass()
         self._index.position = position
@@ -452,12 +452,12 @@ class FeedLoader(DataLoader[Batch]):
             return None
         return last.origin
 
-    def _new_position(self, resume: LoaderState | None) -> Pass:
+    def _new_position(self, resume: LoaderState | None) -> Position:
         """Make the position of a new pass, which may resume from a state."""
         epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
         ahead = self._under_way()
         checked = self._keeps_order() and not self._stream
-        position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
+        position = Position(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
         if self.order is not None and self._may_begin_next_epoch():
             position.next_epoch = self.order.next_epoch
         return position
@@ -493,7 +493,7 @@ class FeedLoader(DataLoader[Batch]):
             self._refers_to_shared = bool(refers_to_shared(self))
         return not has_set_epoch(self.dataset) and not self._refers_to_shared
 
-    def _take_pass_under_way(self) -> Pass | None:
+    def _take_pass_under_way(self) -> Position | None:
         """Return the new pass if the workers have begun it already. Returns None if they have begun no pass, or a pass
         that the program does not need now."""
         last = self._position
@@ -508,7 +508,7 @@ class FeedLoader(DataLoader[Batch]):
             position.epoch, position.cycle = begins
         return following.popleft()
 
-    def _maker(self, position: Pass) -> Maker:
+    def _maker(self, position: Position) -> Maker:
         """Make the first stage of a pass."""
         if self._stream:
             if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
@@ -520,7 +520,7 @@ class FeedLoader(DataLoader[Batch]):
             return self._own_workers(position)
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
-    def _watch_for_repeats(self, position: Pass) -> Callable[[Batch], None] | None:
+    def _watch_for_repeats(self, position: Position) -> Callable[[Batch], None] | None:
         """Return a function that compares the first batches of the workers, all of which may give the same samples.
         Returns None if there is nothing to compare, or if this was done before."""
         is_known = self._repeats is not None and self._repeats.is_settled
@@ -536,7 +536,7 @@ class FeedLoader(DataLoader[Batch]):
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()
 
-    def _own_workers(self, position: Pass) -> OwnPass:
+    def _own_workers(self, position: Position) -> OwnPass:
         # Drawn at the same point as DataLoader's worker seed, from the same generator.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
@@ -595,7 +595,7 @@ class FeedLoader(DataLoader[Batch]):
             return DataLoader(self.dataset, batch_sampler=self._index, **options)
         return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
 
-    def _stream_loader(self, position: Pass) -> DataLoader[Batch]:
+    def _stream_loader(self, position: Position) -> DataLoader[Batch]:
         generator = self.generator
         seed = position.seed_for("workers")
         if generator is None and seed is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.position import Pass
+from lightning_feed.load.position import Position
 from lightning_feed.load.stage import Maker, Stage
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import resend_ctrl_c
@@ -50,7 +50,7 @@ class LoaderPass(Iterator[Batch]):
         self,
         stages: Sequence[Stage],
         maker: Maker,
-        position: Pass,
+        position: Position,
         background: "BackgroundIterator | None" = None,
         watch: "Watch | None" = None,
         substitutes: Substitutes = NO_SUBSTITUTES,

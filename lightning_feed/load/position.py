@@ -1,4 +1,4 @@
-"""Pass, the position of one pass over a loader; and IndexSource, the source of the pass's remaining indices."""
+"""Position, the position of one pass over a loader; and IndexSource, the source of the pass's remaining indices."""
 
 import copy
 import zlib
@@ -105,7 +105,7 @@ def checksum(index: Index, before: int | None) -> int | None:
         return None
 
 
-class Pass:
+class Position:
     """One pass over a loader: the number of its batches, and the seeds of its order.
 
     Args:
@@ -190,7 +190,7 @@ class Pass:
             yielded -= self.origin.batches
         return self.ended or (self.followed and yielded == self.requested)
 
-    def next_pass(self) -> "Pass | None":
+    def next_pass(self) -> "Position | None":
         """Return the pass whose indices follow directly after the indices of this pass. Returns None if no pass
         follows."""
         if self.epoch is None or self.refusal is not None:
@@ -198,7 +198,7 @@ class Pass:
         epoch = self.next_epoch(self.epoch)
         if epoch is None:
             return None
-        following = Pass(self.order, epoch=epoch, ahead=self._recent.maxlen or 1, checked=self.drawn is not None)
+        following = Position(self.order, epoch=epoch, ahead=self._recent.maxlen or 1, checked=self.drawn is not None)
         following.before = self.before + self.requested
         following.next_epoch = self.next_epoch
         self.followed = True
@@ -324,8 +324,8 @@ class IndexSource:
     ) -> None:
         self.inner = inner
         self.samplers = samplers
-        self.position: Pass | None = None
-        self.following: deque[Pass] = deque()
+        self.position: Position | None = None
+        self.following: deque[Position] = deque()
         self.draws = draws
 
     def __iter__(self) -> Iterator[Index]:
@@ -335,7 +335,7 @@ class IndexSource:
     def __len__(self) -> int:
         return len(self.inner)
 
-    def _walk(self, position: Pass | None) -> Iterator[Index]:
+    def _walk(self, position: Position | None) -> Iterator[Index]:
         assert position is not None, "indices were drawn outside of a pass"
         yield from self._indices_of(position)
         while (following := position.next_pass()) is not None:
@@ -343,7 +343,7 @@ class IndexSource:
             self.following.append(position)
             yield from self._indices_of(position)
 
-    def _indices_of(self, position: Pass) -> Iterator[Index]:
+    def _indices_of(self, position: Position) -> Iterator[Index]:
         position.begin(self.samplers)
         generators = [getattr(sampler, "generator", None) for sampler in self.samplers.values()]
         device = drawing_device(next(filter(None, generators), None))

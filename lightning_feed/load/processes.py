@@ -12,7 +12,7 @@ from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch
-from lightning_feed.load.position import Pass
+from lightning_feed.load.position import Position
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.torch_tasks import idle_share
 from lightning_feed.load.worker import stack_of
@@ -31,7 +31,9 @@ class TorchBatches(Maker):
         see: called with each batch; None to call nothing.
     """
 
-    def __init__(self, iterator: Iterator[Batch], position: Pass, see: Callable[[Batch], None] | None = None) -> None:
+    def __init__(
+        self, iterator: Iterator[Batch], position: Position, see: Callable[[Batch], None] | None = None
+    ) -> None:
         self._iterator: AnyIterator = iterator
         self._position = position
         self._see = see
@@ -91,7 +93,7 @@ class TorchBatches(Maker):
         return f"{work}. Its stack:\n{stack_here(self._thread)}"
 
 
-def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
+def _open_tasks(iterator: AnyIterator, position: Position) -> str:
     """Describe the worker that makes the earliest missing batch, from torch's open tasks (``_task_info`` in torch 2.6
     and 2.15).
 

@@ -31,7 +31,7 @@ OPEN_S = 0.1
 """Seconds between two checks that a pass is still open. Checks are rare, because each one queries the head node."""
 
 
-class Job(NamedTuple):
+class RayTask(NamedTuple):
     """The arguments of a task."""
 
     keys: tuple[str, ...]
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchRecipe:
     """Dataset and collate function of a loader. Sent to the object store once."""
 
     dataset: AnyDataset
@@ -98,7 +98,7 @@ class Plan:
 class _Task(NamedTuple):
     """A task in progress."""
 
-    job: Job
+    job: RayTask
     began_s: float
 
 
@@ -107,7 +107,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, BatchRecipe] = {}
         self._node = sys.modules["ray"].get_runtime_context().get_node_id()
         self._task: _Task | None = None
         """The current task."""
@@ -118,7 +118,7 @@ class _Worker:
         disable_opencv_threads()
         threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
 
-    def make(self, plan: list[Any], job: Job) -> Any:
+    def make(self, plan: list[Any], job: RayTask) -> Any:
         """Return a serialized batch, the reports of its bad samples, and the id of this node. Returns the wrapped error
         if the batch could not be made, and None if the pass is closed."""
         if not self._is_open(job):
@@ -130,7 +130,7 @@ class _Worker:
         finally:
             self._task = None
 
-    def _is_open(self, job: Job) -> bool:
+    def _is_open(self, job: RayTask) -> bool:
         now_s = time.monotonic()
         of_pass = (job.keys[0], job.of_pass)
         if of_pass != self._open or now_s >= self._open_until_s:
@@ -140,7 +140,7 @@ class _Worker:
             self._open_until_s = now_s + OPEN_S
         return self._open is not None
 
-    def _plan(self, keys: tuple[str, ...], plan: list[Any]) -> Plan:
+    def _plan(self, keys: tuple[str, ...], plan: list[Any]) -> BatchRecipe:
         if keys[0] not in self._plans:
             owner = keys[0].partition("/")[0]
             for old in [old for old in self._plans if old.startswith(owner) and old not in keys]:
@@ -148,7 +148,7 @@ class _Worker:
             self._plans[keys[0]] = sys.modules["ray"].get(plan[0])
         return self._plans[keys[0]]
 
-    def _attempt(self, plan: Plan, job: Job) -> Any:
+    def _attempt(self, plan: BatchRecipe, job: RayTask) -> Any:
         with relayed() as bad:
             try:
                 begin = functools.partial(self._begin, job)
@@ -160,7 +160,7 @@ class _Worker:
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
                 return with_place(error, f"in a Ray worker ({self.name}), {self._doing}")
 
-    def _begin(self, job: Job, position: int, doing: str) -> None:
+    def _begin(self, job: RayTask, position: int, doing: str) -> None:
         self._doing = doing
         begin_sample(job.seed, job.number, position)
         # The default generators serve only the user's code. Seeded for each sample, they do not depend on the worker.

@@ -33,7 +33,7 @@ from lightning_feed.extras import require
 from lightning_feed.load.collate import count_relayed
 from lightning_feed.load.kinds import Batch, Index
 from lightning_feed.load.order import ranks_of_run
-from lightning_feed.load.ray_batches import Job, Plan, close_passes, make_batch, take_reports
+from lightning_feed.load.ray_batches import BatchRecipe, RayTask, close_passes, make_batch, take_reports
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.stage import CLOSED, PATIENCE_S, OwnPass, shortened
 from lightning_feed.load.trace import traced
@@ -146,7 +146,7 @@ class RemotePlan:
         _warn_of_few(sum(node.get("CPU", 0) for node in nodes), loader.num_workers)
         self.address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
-        plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        plan = BatchRecipe(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
         self._plan = [self._put(plan)]  # in a list, so that Ray gives the task a reference, not the object
         self.key = f"{_owner}/{uuid.uuid4().hex}"
         self.passes = count()
@@ -157,7 +157,7 @@ class RemotePlan:
         to its result."""
         keys = (self.key, *(key for key in _in_use if key != self.key))
         # One argument instead of seven: Ray would serialise each separately.
-        packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
+        packed = self.ray.cloudpickle.dumps(RayTask(keys, REPORT_S, GRACE_S, *job))
         return _task(TRIES).remote(after, self._plan, packed)
 
     def close_passes(self, last: int) -> None:
@@ -171,7 +171,7 @@ class RemotePlan:
         free = self.ray.available_resources().get("CPU", 0)
         return f"The Ray cluster has {cpus:g} CPUs, {free:g} of them free"
 
-    def _put(self, plan: Plan) -> Any:
+    def _put(self, plan: BatchRecipe) -> Any:
         exceptions = self.ray.exceptions
         try:
             return self.ray.put(plan)

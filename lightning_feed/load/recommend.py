@@ -12,7 +12,7 @@ ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunFacts:
     """Properties of the run that loaders depend on. The defaults fit a loader outside a run."""
 
     device_type: str = "cpu"
@@ -30,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(Job):
+class Workload(RunFacts):
     """Properties of one loader that the settings depend on."""
 
     split: str
@@ -69,7 +69,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
     Raises:
         SettingsError: persistent workers are requested, but the Trainer reloads the loaders every few epochs.
     """
-    limits = _Limits(machine, settings, workload)
+    limits = _MemoryLimits(machine, settings, workload)
     wanted_workers, why_workers = _wanted_workers(machine, settings, workload)
     wanted_prefetch, why_prefetch = _wanted_prefetch(settings)
     workers, prefetch = limits.largest_within(wanted_workers, wanted_prefetch)
@@ -169,7 +169,7 @@ def _wanted_prefetch(settings: LoaderSettings) -> tuple[int, str]:
     return settings.prefetch_factor, "as given"
 
 
-class _Limits:
+class _MemoryLimits:
     """The memory of a machine, as a limit on the number of workers and of batches that they load ahead."""
 
     def __init__(self, machine: Machine, settings: LoaderSettings, workload: Workload) -> None:

@@ -53,7 +53,7 @@ _Task = Callable[[int], object]
 
 
 @dataclass
-class _Plan:
+class _PassTasks:
     """Functions and queues shared by the threads of a pass."""
 
     dataset: AnyDataset
@@ -91,7 +91,7 @@ class _Failure:
     error: BaseException
 
 
-class _Job:
+class _BatchInProgress:
     """One batch in progress. Threads call :meth:`work`; the last one collates the batch.
 
     Args:
@@ -100,7 +100,7 @@ class _Job:
         index: index from the sampler.
     """
 
-    def __init__(self, plan: _Plan, number: int, index: Index) -> None:
+    def __init__(self, plan: _PassTasks, number: int, index: Index) -> None:
         self.plan = plan
         self.number = number
         self.index = index
@@ -210,9 +210,9 @@ class ThreadPass(OwnPass):
 
     def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, probe: bool, **begun: int) -> None:
         super().__init__(loader, indices, **begun)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _BatchInProgress] = {}
         self._ready: dict[int, None] = {}
-        self._plan = plan = _Plan(
+        self._plan = plan = _PassTasks(
             dataset=loader.dataset,
             collate=loader.collate_fn,
             pin=self._pin,
@@ -280,7 +280,7 @@ class ThreadPass(OwnPass):
         index = next(self._indices, _END)
         if index is _END:
             return
-        job = self._jobs[self._number] = _Job(self._plan, self._number, index)
+        job = self._jobs[self._number] = _BatchInProgress(self._plan, self._number, index)
         self._number += 1
         positions = iter(job.positions)
         if probe:
@@ -288,7 +288,7 @@ class ThreadPass(OwnPass):
         for position in positions:
             self._plan.tasks.put(partial(job.work, position))
 
-    def _probe(self, job: _Job, position: int) -> None:
+    def _probe(self, job: _BatchInProgress, position: int) -> None:
         before = DefaultGenerators()
         loaded = SimpleQueue[None]()
 
@@ -358,7 +358,7 @@ class ThreadPass(OwnPass):
         )
 
 
-def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
+def _start(threads: list[threading.Thread], count: int, plan: _PassTasks) -> None:
     disable_opencv_threads()  # OpenCV has one pool per process, and these threads would only wait for it
     computing = torch.get_num_threads()
     started: SimpleQueue[BaseException | None] = SimpleQueue()

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,3 +151,11 @@ def _free_bytes(folder: Path) -> int | None:
     except (OSError, AttributeError):
         return None
     return status.f_bavail * status.f_frsize
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """The model of the CPU, or its architecture if the system does not name the model."""
+    for line in read_text(root / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

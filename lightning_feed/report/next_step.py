@@ -8,8 +8,9 @@ from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, should_try_workers, takes_turns
 from lightning_feed.report.words import LOOP_WORDS, TRIES, in_ms, words
 from lightning_feed.trials.time_left import LEAST_S
-from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Note, NoteKind, Remedy
+from lightning_feed.verdict.diagnosis import Diagnosis, Note, NoteKind, Remedy
 from lightning_feed.verdict.lighter_samples import may_try_lighter_samples
+from lightning_feed.verdict.notes import MADE_IN_YOUR_CODE
 from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, may_be_tuned
 from lightning_feed.verdict.shares import workers_fill_cpus
 from lightning_feed.wording import source_line
@@ -21,8 +22,6 @@ ARGUMENTS = "ARGUMENTS"
 _ASKING: tuple[NoteKind, ...] = ("diagnose", "diagnose whole images", "diagnose cold reads")
 """Notes that ask for a diagnosis."""
 _TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
-_IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
-"""Causes for which an experiment can find the responsible lines in the user's code."""
 
 
 def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
@@ -238,7 +237,7 @@ class _Adviser:
             takes = f"it takes {slowest.ms_per_batch:.1f} ms a batch"
             return _Step(f"make {slowest.name} faster, most of all {line}: {takes}")
         notes = self._notes()
-        if not self.measured.diagnosed and (self.diagnosis.cause in _IN_YOUR_CODE or not notes):
+        if not self.measured.diagnosed and (self.diagnosis.cause in MADE_IN_YOUR_CODE or not notes):
             asking = [note for note in notes if note.kind in _ASKING]
             return self._repeat(asking[0]) if asking else self._ask_more()
         if notes:

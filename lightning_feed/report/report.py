@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from lightning_feed.extras import installed_version
 from lightning_feed.machine.file_system import file_system
-from lightning_feed.machine.limits import read_machine
+from lightning_feed.machine.limits import cpu_model, read_machine
 from lightning_feed.measure.stats import RankStats
 from lightning_feed.report.words import LOOP_WORDS, share_text, toy_sentence
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -122,7 +122,7 @@ def read_environment(root: Path = Path("/")) -> Environment:
         lightning=installed_version("lightning"),
         pytorch_lightning=installed_version("pytorch-lightning"),
         platform=platform.platform(),
-        cpu=_cpu_model(root),
+        cpu=cpu_model(root),
         device=device,
         usable_cpus=machine.usable_cpus,
         cpu_reason=machine.cpu_reason,
@@ -181,15 +181,6 @@ def _file_system(root: Path) -> str | None:
     except OSError:  # the working folder was deleted
         return None
     return ", ".join(filter(None, kinds)) or None
-
-
-def _cpu_model(root: Path) -> str | None:
-    try:
-        lines = (root / "proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine()) or None
 
 
 # --- the headline -------------------------------------------------------------------------------------------------

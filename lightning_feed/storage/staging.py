@@ -57,7 +57,7 @@ Listing: TypeAlias = dict[str, FileStamp]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StagedCopy:
     """A complete copy."""
 
     source: str
@@ -80,7 +80,7 @@ def is_url(source: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(source)
 
 
-def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Staged:
+def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> StagedCopy:
     """Copy ``source`` to ``dest/<name of source>``, unless the copy there is up to date.
 
     Every process of a node may call this function: one process copies, the others wait and use the same copy. The copy
@@ -124,7 +124,7 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
     if copied:
         for caveat in caveats:
             logger.warning("%s", caveat)
-    return Staged(
+    return StagedCopy(
         source=origin.name,
         path=target,
         files=len(listing),

@@ -158,7 +158,7 @@ def open_stream(device: torch.device) -> SideStream | None:
 
 
 @dataclass(frozen=True)
-class Staged:
+class CopiedBatch:
     """A batch on its way to the device, or the error that stopped it."""
 
     batch: object = None
@@ -176,7 +176,9 @@ class Prefetcher:
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
 
-    def stage(self, batch: object, *, prepare: Callable[[object], object], copy: Callable[[object], object]) -> Staged:
+    def stage(
+        self, batch: object, *, prepare: Callable[[object], object], copy: Callable[[object], object]
+    ) -> CopiedBatch:
         """Issue the copy of ``batch`` without waiting for it.
 
         Args:
@@ -195,7 +197,7 @@ class Prefetcher:
             self._stream.limit_run_ahead()
             return self._issue(ready, copy)
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
-            return Staged(error=error)
+            return CopiedBatch(error=error)
 
     def pass_on(self, batch: object, copy: Callable[[object], object]) -> Any:
         """Copy a batch that was not copied ahead, in program order: after all queued work, before all later work.
@@ -207,7 +209,7 @@ class Prefetcher:
         self._stream.limit_run_ahead()
         return self.take(self._issue(batch, copy))
 
-    def take(self, staged: Staged) -> Any:
+    def take(self, staged: CopiedBatch) -> Any:
         """Return the device batch, safe to use on the current stream. The host does not wait for the copy."""
         if staged.error is not None:
             raise staged.error
@@ -215,7 +217,7 @@ class Prefetcher:
             self._stream.hand_over(staged.batch, staged.mark)
         return staged.batch
 
-    def _issue(self, batch: object, copy: Callable[[object], object]) -> Staged:
+    def _issue(self, batch: object, copy: Callable[[object], object]) -> CopiedBatch:
         with self._stream.issue(), traced("transfer"):
             ready = copy(batch)
-        return Staged(batch=ready, mark=self._stream.mark())
+        return CopiedBatch(batch=ready, mark=self._stream.mark())

@@ -26,8 +26,7 @@ from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
-from lightning_feed.machine.limits import Machine, read_machine
-from lightning_feed.machine.memory import read_text
+from lightning_feed.machine.limits import Machine, cpu_model, read_machine
 from lightning_feed.machine.private_files import cache_folder, read_json, write_json
 from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.measurements import OTHERS_PCT
@@ -468,7 +467,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, rehearsal: R
     return {
         "machine": {
             "host": socket.gethostname(),
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cpus": machine.cpu_time or machine.usable_cpus,
             "memory": _class_of(machine.available_memory_bytes, _MEMORY_STEP),
             "shm": _class_of(machine.free_shm_bytes, _MEMORY_STEP),
@@ -543,10 +542,3 @@ def _class_of(size: float | None, step: float) -> int | None:
     if size is None or size <= 0:
         return None
     return math.floor(math.log(size, step))
-
-
-def _cpu_model() -> str:
-    for line in read_text(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

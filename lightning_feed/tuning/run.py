@@ -19,7 +19,7 @@ from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.proof import prove, proven
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.session import Session, open_session
-from lightning_feed.diagnosing.short_fits import Limits, replay
+from lightning_feed.diagnosing.short_fits import FitLength, replay
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
@@ -454,7 +454,7 @@ def measure_work(session: Session) -> TrainingWork:
     if batch is None:
         raise LoaderError("The training loader yields no batch. Check the length of the dataset, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
-    limits = Limits(min_steps=FEWEST_STEPS * accumulate, max_steps=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
+    limits = FitLength(min_steps=FEWEST_STEPS * accumulate, max_steps=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     began_s = time.perf_counter()
     began_cpu_s = time.thread_time()
     with user_errors("training on one batch again and again failed"):

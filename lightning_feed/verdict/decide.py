@@ -12,7 +12,7 @@ from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, dat
 from lightning_feed.verdict.device_use import wait_note, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Change, Diagnosis, Note, Remedy
 from lightning_feed.verdict.notes import cut_short, notes_for, why_not
-from lightning_feed.verdict.remedies import DATALOADER, Finding, largest, remedies_for, trainer_remedy
+from lightning_feed.verdict.remedies import DATALOADER, JudgedRun, largest, remedies_for, trainer_remedy
 from lightning_feed.verdict.shares import (
     Shares,
     StepPart,
@@ -98,30 +98,30 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     if is_toy_step(shares.step_ms):
         return replace(diagnosis, notes=tuple(cut_short(measured.facts)))
     causes = {part: reason.cause for part, reason in reasons.items()}
-    return _with_advice(diagnosis, Finding(measured=measured, shares=shares, causes=causes))
+    return _with_advice(diagnosis, JudgedRun(measured=measured, shares=shares, causes=causes))
 
 
-def _with_advice(diagnosis: Diagnosis, finding: Finding) -> Diagnosis:
-    stripped = _stripped(finding)
+def _with_advice(diagnosis: Diagnosis, judged: JudgedRun) -> Diagnosis:
+    stripped = _stripped(judged)
     remedies: tuple[Remedy, ...] = ()
-    if not finding.loader.repeated:  # a stream that repeats samples has to be mended first
-        remedies = remedies_for(finding)
+    if not judged.loader.repeated:  # a stream that repeats samples has to be mended first
+        remedies = remedies_for(judged)
     if stripped:
         remedies = tuple(remedy for remedy in remedies if remedy.tried_ms is not None)
-    reasons = why_not(finding, remedies)
-    notes = [note for note in notes_for(finding, remedies) if not (reasons and note.kind == "may repeat samples")]
+    reasons = why_not(judged, remedies)
+    notes = [note for note in notes_for(judged, remedies) if not (reasons and note.kind == "may repeat samples")]
     return replace(diagnosis, remedies=remedies, notes=(*stripped, *notes)[:MOST_NOTES], why_not=reasons)
 
 
-def _stripped(finding: Finding) -> tuple[Note, ...]:
+def _stripped(judged: JudgedRun) -> tuple[Note, ...]:
     """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
 
     Steps of such a fit are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger
     share of them.
     """
-    left_out = finding.measured.experiments.stripped
-    limit_pct = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
-    if not left_out or finding.shares.data_pct >= limit_pct:
+    left_out = judged.measured.experiments.stripped
+    limit_pct = HIGH_PCT if judged.data == "hand-over" else MODERATE_PCT
+    if not left_out or judged.shares.data_pct >= limit_pct:
         return ()
     return (Note.of("left out of the fit", parts=left_out),)
 

@@ -12,7 +12,7 @@ from lightning_feed.verdict.lighter_samples import may_try_lighter_samples
 from lightning_feed.verdict.remedies import (
     IN_PLACE,
     MADE_ON_CPU,
-    Finding,
+    JudgedRun,
     least_gain_pct,
     may_have_workers,
     may_try_workers,
@@ -20,30 +20,30 @@ from lightning_feed.verdict.remedies import (
 from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MOST_NOTES, TOY_STEP_MS
 from lightning_feed.wording import source_line
 
-_MADE_IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
+MADE_IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes that lie in making samples or batches."""
 Notes = list[Note]
 """Empty if there is nothing to say."""
 
 
-def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]:
+def notes_for(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]:
     """Further facts and things to try: first the notes on the longest part of a step."""
-    notes = cut_short(finding.facts)
-    for part in finding.causes:
-        notes += _notes_on(part, finding, remedies)
-    notes += _short_steps(finding)
+    notes = cut_short(judged.facts)
+    for part in judged.causes:
+        notes += _notes_on(part, judged, remedies)
+    notes += _short_steps(judged)
     different = [note for number, note in enumerate(notes) if note not in notes[:number]]
     return tuple(different)[:MOST_NOTES]
 
 
-def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
+def _notes_on(part: Bottleneck, judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
     if part == "framework":
-        return _framework(finding, remedies)
+        return _framework(judged, remedies)
     if part == "copy":
-        return _copy(finding, remedies)
+        return _copy(judged, remedies)
     if part == "data":
-        return _data(finding, remedies)
-    return _step_itself(finding)
+        return _data(judged, remedies)
+    return _step_itself(judged)
 
 
 def cut_short(facts: LoopFacts) -> Notes:
@@ -54,28 +54,28 @@ def cut_short(facts: LoopFacts) -> Notes:
     return [Note.of("epoch cut short", batches=batches, length=length)]
 
 
-def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]:
+def why_not(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]:
     """The reasons why more workers, or decoding only the crops, did not help in the trials."""
     reasons: list[Note | None] = []
-    if finding.data is not None and not any(remedy.sets("num_workers") for remedy in remedies):
-        reasons.append(_workers_in_vain(finding))
-        reasons.append(_taken_back(finding))
-    reasons.append(_crops_in_vain(finding))
+    if judged.data is not None and not any(remedy.sets("num_workers") for remedy in remedies):
+        reasons.append(_workers_in_vain(judged))
+        reasons.append(_taken_back(judged))
+    reasons.append(_crops_in_vain(judged))
     return tuple(reason for reason in reasons if reason is not None)
 
 
-def _taken_back(finding: Finding) -> Note | None:
+def _taken_back(judged: JudgedRun) -> Note | None:
     """The note on a setting that was faster in the trials, but not in training itself; None if there is none."""
-    results = finding.measured.experiments
+    results = judged.measured.experiments
     own = results.tried_as("own")
     if results.chosen_fit_ms is None or own is None or not own.chosen:
         return None
     return Note.of("taken back", workers=results.trained_workers, ms=results.chosen_fit_ms, own_ms=results.own_fit_ms)
 
 
-def _workers_in_vain(finding: Finding) -> Note | None:
+def _workers_in_vain(judged: JudgedRun) -> Note | None:
     """The note on trials of more workers that were no faster; None if more workers were chosen, or not tried."""
-    results = finding.measured.experiments
+    results = judged.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
     if own is None or chosen is None or results.chosen_fit_ms is not None:
@@ -86,12 +86,12 @@ def _workers_in_vain(finding: Finding) -> Note | None:
     return Note.of("more workers in vain", ms=min(more_ms), own_ms=own.step_ms)
 
 
-def _crops_in_vain(finding: Finding) -> Note | None:
-    trial = finding.measured.experiments.crops
-    least_ms = bounds.with_crops(finding.measured, finding.shares)
+def _crops_in_vain(judged: JudgedRun) -> Note | None:
+    trial = judged.measured.experiments.crops
+    least_ms = bounds.with_crops(judged.measured, judged.shares)
     if trial is None or least_ms is None:
         return None
-    if finding.shares.step_ms - least_ms >= LEAST_GAIN_PCT / 100 * finding.step_with_start_ms:
+    if judged.shares.step_ms - least_ms >= LEAST_GAIN_PCT / 100 * judged.step_with_start_ms:
         return None
     return Note.of("crops in vain", whole_ms=trial.whole_ms, crop_ms=trial.crop_ms)
 
@@ -99,33 +99,33 @@ def _crops_in_vain(finding: Finding) -> Note | None:
 # --- waiting for data ---------------------------------------------------------------------------------------------
 
 
-def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
-    cause = finding.data
+def _data(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
+    cause = judged.data
     if cause is None:
         return []
     notes: Notes = []
-    if finding.measured.experiments.out_of_time:
+    if judged.measured.experiments.out_of_time:
         notes.append(Note.of("search ran out of time"))
-    notes += _undivided(finding, cause)
-    whole_images = _whole_images(finding, cause)
+    notes += _undivided(judged, cause)
+    whole_images = _whole_images(judged, cause)
     notes += whole_images
-    if not remedies and not may_try_workers(finding.measured, cause):
-        if cause in _MADE_IN_YOUR_CODE and _may_diagnose(finding) and not whole_images:
-            lighter = cause in MADE_ON_CPU and may_try_lighter_samples(finding.measured)
+    if not remedies and not may_try_workers(judged.measured, cause):
+        if cause in MADE_IN_YOUR_CODE and _may_diagnose(judged) and not whole_images:
+            lighter = cause in MADE_ON_CPU and may_try_lighter_samples(judged.measured)
             notes.append(Note.of("diagnose", tries="lighter samples" if lighter else "lines"))
-        notes += _without_remedy(finding, cause)
-    notes += _hints(finding, cause, remedies)
-    if finding.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):
+        notes += _without_remedy(judged, cause)
+    notes += _hints(judged, cause, remedies)
+    if judged.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):
         notes.append(Note.of("DALI decodes"))
-    return notes + _transforms(finding)
+    return notes + _transforms(judged)
 
 
-def _undivided(finding: Finding, cause: Cause) -> Notes:
+def _undivided(judged: JudgedRun, cause: Cause) -> Notes:
     """Note on a dataset that does not survive a fork, or whose samples several workers would repeat.
 
     There is no note on repeated samples if batches are ready when training asks for them.
     """
-    loader = finding.loader
+    loader = judged.loader
     if loader.why_no_workers:
         return [Note.of("no workers allowed", why=loader.why_no_workers)]
     if cause != "hand-over" and (loader.num_workers or 0) <= 1 and not may_have_workers(loader):
@@ -133,22 +133,22 @@ def _undivided(finding: Finding, cause: Cause) -> Notes:
     return []
 
 
-def _may_diagnose(finding: Finding) -> bool:
+def _may_diagnose(judged: JudgedRun) -> bool:
     """True for the report of a fit that ``diagnose`` can measure further."""
-    return not finding.measured.diagnosed and finding.facts.loop == "trainer" and finding.facts.stage == "fit"
+    return not judged.measured.diagnosed and judged.facts.loop == "trainer" and judged.facts.stage == "fit"
 
 
-def _is_worth_it(step_ms: float | None, finding: Finding) -> TypeGuard[float]:
+def _is_worth_it(step_ms: float | None, judged: JudgedRun) -> TypeGuard[float]:
     """True if a step time is known and saves at least as much as a printed remedy has to save."""
     if step_ms is None:
         return False
-    return 100 * (finding.shares.step_ms - step_ms) / finding.step_with_start_ms >= least_gain_pct(finding)
+    return 100 * (judged.shares.step_ms - step_ms) / judged.step_with_start_ms >= least_gain_pct(judged)
 
 
-def _hints(finding: Finding, cause: Cause, remedies: tuple[Remedy, ...]) -> Notes:
+def _hints(judged: JudgedRun, cause: Cause, remedies: tuple[Remedy, ...]) -> Notes:
     """Notes on a cause, with or without a remedy."""
-    ranks = finding.measured.ranks
-    depth = finding.loader.prefetch_factor
+    ranks = judged.measured.ranks
+    depth = judged.loader.prefetch_factor
     if cause == "one rank" and ranks is not None:
         return [Note.of("slow rank", rank=ranks.slow_rank)]
     if cause == "jitter" and depth is not None:
@@ -163,38 +163,38 @@ def _come_in_place(remedies: tuple[Remedy, ...]) -> bool:
     return any(remedy.change == IN_PLACE for remedy in remedies)
 
 
-def _without_remedy(finding: Finding, cause: Cause) -> Notes:
+def _without_remedy(judged: JudgedRun, cause: Cause) -> Notes:
     """Notes on a cause for which there is no remedy."""
-    tensors = finding.facts.batch.tensors or 0
+    tensors = judged.facts.batch.tensors or 0
     if cause == "hand-over" and tensors >= MANY_TENSORS:
         return [Note.of("many tensors", tensors=tensors)]
     if cause == "cold reads":
-        return _cold_reads(finding)
+        return _cold_reads(judged)
     return []
 
 
-def _cold_reads(finding: Finding) -> Notes:
+def _cold_reads(judged: JudgedRun) -> Notes:
     """Note on the loader's rate with all files in memory, or on the command that measures it."""
-    results = finding.measured.experiments
-    if _may_diagnose(finding):
+    results = judged.measured.experiments
+    if _may_diagnose(judged):
         return [Note.of("diagnose cold reads")]
-    if not _is_worth_it(bounds.with_rate(finding.measured, finding.shares, results.cached_bytes_per_s), finding):
+    if not _is_worth_it(bounds.with_rate(judged.measured, judged.shares, results.cached_bytes_per_s), judged):
         return []
     return [Note.of("in memory", batches_per_s=results.cached_bytes_per_s, own_batches_per_s=results.loader_per_s)]
 
 
-def _whole_images(finding: Finding, cause: Cause) -> Notes:
-    if not finding.loader.decodes_whole or cause not in MADE_ON_CPU or not _may_diagnose(finding):
+def _whole_images(judged: JudgedRun, cause: Cause) -> Notes:
+    if not judged.loader.decodes_whole or cause not in MADE_ON_CPU or not _may_diagnose(judged):
         return []
     return [Note.of("diagnose whole images")]
 
 
-def _transforms(finding: Finding) -> Notes:
+def _transforms(judged: JudgedRun) -> Notes:
     """Note on the slowest transform, and on the loader's rate without any: faster transforms cannot exceed it."""
-    results = finding.measured.experiments
+    results = judged.measured.experiments
     costs = [cost for cost in results.costs if step_of(cost.name) not in NOT_TRANSFORMS]
-    without_ms = bounds.with_rate(finding.measured, finding.shares, results.no_transform_per_s)
-    if not costs or not _is_worth_it(without_ms, finding):
+    without_ms = bounds.with_rate(judged.measured, judged.shares, results.no_transform_per_s)
+    if not costs or not _is_worth_it(without_ms, judged):
         return []
     slowest = max(costs, key=lambda cost: cost.cpu_ms)
     note = Note.of(
@@ -210,73 +210,73 @@ def _transforms(finding: Finding) -> Notes:
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 
-def _framework(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
-    hooks = finding.measured.hooks
+def _framework(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
+    hooks = judged.measured.hooks
     if not hooks:
         slow_hook = [Note.of("profile hooks")]
     else:
         users = [hook for hook in hooks if not hook.name.startswith("logger ") and not _is_treated(hook, remedies)]
-        slow_hook = [_slow_hook(finding, hook) for hook in users[:1]]
-    if finding.facts.device_type == "cpu":
+        slow_hook = [_slow_hook(judged, hook) for hook in users[:1]]
+    if judged.facts.device_type == "cpu":
         return slow_hook
-    return _syncs(finding) + slow_hook
+    return _syncs(judged) + slow_hook
 
 
-def _syncs(finding: Finding) -> Notes:
+def _syncs(judged: JudgedRun) -> Notes:
     """Notes on the known reasons for which the host waits for the device."""
-    return [Note.of("avoid waits", sync=name) for name in SYNCS if name in finding.facts.syncs]
+    return [Note.of("avoid waits", sync=name) for name in SYNCS if name in judged.facts.syncs]
 
 
 def _is_treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
     return "ProgressBar" in hook.name and any(remedy.sets("bar_refresh_rate") for remedy in remedies)
 
 
-def _slow_hook(finding: Finding, hook: HookTime) -> Note:
+def _slow_hook(judged: JudgedRun, hook: HookTime) -> Note:
     """The note on a slow hook: a note, not a remedy, because the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
-    code = next((code for code in finding.facts.hook_code if code.name == name), None)
+    code = next((code for code in judged.facts.hook_code if code.name == name), None)
     at = "" if code is None else code.at
     interval = "" if code is None else code.interval
     kind: NoteKind = "rarer bar" if "ProgressBar" in name else "rarer hook"
-    return Note.of(kind, hook=name, at=at, interval=interval, ms=hook.ms_per_step, step_ms=finding.shares.step_ms)
+    return Note.of(kind, hook=name, at=at, interval=interval, ms=hook.ms_per_step, step_ms=judged.shares.step_ms)
 
 
-def _copy(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
-    cause = finding.causes["copy"]
-    if finding.facts.device_type == "cpu":
-        hooks = "device_transform" if finding.facts.datamodule.device_transform else ""
+def _copy(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
+    cause = judged.causes["copy"]
+    if judged.facts.device_type == "cpu":
+        hooks = "device_transform" if judged.facts.datamodule.device_transform else ""
         return [Note.of("move hooks", hooks=hooks)]
     if cause == "unpinned" and not _come_in_place(remedies):
-        return _unpinned(finding)
-    if cause == "small tensors" and finding.measured.stats.prefetch_active:
+        return _unpinned(judged)
+    if cause == "small tensors" and judged.measured.stats.prefetch_active:
         return [Note.of("combine tensors")]
     return []
 
 
-def _unpinned(finding: Finding) -> Notes:
+def _unpinned(judged: JudgedRun) -> Notes:
     """Note on batches in pageable memory that do not come in place, or whose slots are not page-locked."""
-    if not finding.loader.pin_memory:
+    if not judged.loader.pin_memory:
         return [Note.of("pin")]
-    return [Note.of("lock memory" if finding.loader.in_place else "pin method")]
+    return [Note.of("lock memory" if judged.loader.in_place else "pin method")]
 
 
-def _step_itself(finding: Finding) -> Notes:
+def _step_itself(judged: JudgedRun) -> Notes:
     """Notes on a step itself that the host limits."""
-    cause = finding.causes.get("compute")
+    cause = judged.causes.get("compute")
     if cause == "launch":
         return [Note.of("launch less")]
     if cause == "synchronisation":
-        lines = [wait for wait in waits_in_each_step(finding.facts) if wait.is_users]
+        lines = [wait for wait in waits_in_each_step(judged.facts) if wait.is_users]
         rarer = [Note.of("rarer wait", at=source_line(wait.file, wait.line)) for wait in lines[:1]]
-        return rarer + _syncs(finding)
-    if cause == "unknown" and has_idle_device(finding.measured):
+        return rarer + _syncs(judged)
+    if cause == "unknown" and has_idle_device(judged.measured):
         return [Note.of("profile the step")]
     return []
 
 
-def _short_steps(finding: Finding) -> Notes:
+def _short_steps(judged: JudgedRun) -> Notes:
     """Note on short steps, below 2 x :data:`TOY_STEP_MS`. (Below that constant, only larger batches are advised.)"""
-    step_ms = finding.shares.step_ms
+    step_ms = judged.shares.step_ms
     if step_ms >= 2 * TOY_STEP_MS:
         return []
     return [Note.of("short steps", ms=step_ms)]

@@ -35,7 +35,7 @@ _TUNED = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class JudgedRun:
     """A run with its measurements, and the cause of each part of a step over its limit."""
 
     measured: Measurements
@@ -91,12 +91,12 @@ class Finding:
 # --- how a remedy is pasted ---------------------------------------------------------------------------------------
 
 
-def loader_remedy(finding: Finding, settings: Settings, why: Note, step_ms: float | None = None) -> Remedy:
+def loader_remedy(judged: JudgedRun, settings: Settings, why: Note, step_ms: float | None = None) -> Remedy:
     """A remedy that changes settings of the training loader. Its words name the first setting."""
     name = next(iter(settings))
     value = settings[name]
-    paste = pastes(finding.loader_code, settings)[0]
-    present = vars(finding.loader).get(name)
+    paste = pastes(judged.loader_code, settings)[0]
+    present = vars(judged.loader).get(name)
     before = "not set" if present is None else present
     return Remedy(
         code=paste.code,
@@ -125,21 +125,21 @@ def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: ob
 
 
 def _callback_remedy(
-    finding: Finding, module: str, name: str, why: Note, *, argument: str = "", change: str = ""
+    judged: JudgedRun, module: str, name: str, why: Note, *, argument: str = "", change: str = ""
 ) -> Remedy:
     """A remedy that adds a callback to the Trainer, or on the command line with LightningCLI.
 
     The caller adds the bound of the step time.
 
     Args:
-        finding: the run.
+        judged: the run.
         module: module to import the callback's class from.
         name: name of the class.
         why: the reason why it helps.
         argument: an argument for the class, such as ``refresh_rate=50``.
         change: the change of this argument in words, with a space behind it: ``"refresh_rate: 1 -> 50 "``.
     """
-    trainer_key = finding.loader_code.trainer_key
+    trainer_key = judged.loader_code.trainer_key
     if not trainer_key:
         where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {name}`"
         return Remedy(code=f"{name}({argument})", form="callback", where=where, why=(why,))
@@ -155,20 +155,20 @@ _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "waiting",
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
-def more_workers(finding: Finding) -> Remedy | None:
+def more_workers(judged: JudgedRun) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make, and the trials chose more workers.
 
     Returns None for an iterable dataset that does not divide its samples among workers, and for a dataset that does not
     survive a fork.
     """
-    loader = finding.loader
-    chosen = finding.measured.experiments.tried_as("chosen")
-    if finding.data not in _MADE_SLOWLY or chosen is None or not _may_add_workers(loader):
+    loader = judged.loader
+    chosen = judged.measured.experiments.tried_as("chosen")
+    if judged.data not in _MADE_SLOWLY or chosen is None or not _may_add_workers(loader):
         return None
     if chosen.num_workers <= (loader.num_workers or 0) or not _are_alike(loader):
         return None
     why: NoteKind = "beside training" if loader.num_workers == 0 else "more at once"
-    return _tried_remedy(finding, why, _pinned_with_workers(finding))
+    return _tried_remedy(judged, why, _pinned_with_workers(judged))
 
 
 _BLOCKED: tuple[Cause, ...] = ("waiting", "cold reads")
@@ -219,9 +219,9 @@ def _are_alike(loader: LoaderFacts) -> bool:
     return len(set(loader.every_num_workers)) <= 1
 
 
-def _tried_remedy(finding: Finding, why: NoteKind, settings: Settings) -> Remedy | None:
+def _tried_remedy(judged: JudgedRun, why: NoteKind, settings: Settings) -> Remedy | None:
     """Remedy: the setting that the trials chose; None if the trials did not measure the present setting."""
-    results = finding.measured.experiments
+    results = judged.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
     if own is None or chosen is None:
@@ -231,115 +231,115 @@ def _tried_remedy(finding: Finding, why: NoteKind, settings: Settings) -> Remedy
     own_ms = results.own_fit_ms or own.step_ms
     chosen_ms = results.chosen_fit_ms or chosen.step_ms
     return replace(
-        loader_remedy(finding, {"num_workers": chosen.num_workers} | settings, Note.of(why)),
+        loader_remedy(judged, {"num_workers": chosen.num_workers} | settings, Note.of(why)),
         most_gain_pct=100 * (1 - chosen_ms / own_ms),
         tried_ms=(own_ms, chosen_ms),
     )
 
 
-def _pinned_with_workers(finding: Finding) -> Settings:
+def _pinned_with_workers(judged: JudgedRun) -> Settings:
     """``pin_memory=True``, if the device copies from pinned memory, and the loader does not pin; else no setting.
 
     Also no setting if batches in place are a remedy, which pin without a thread.
     """
-    if finding.facts.device_type not in PINNING_DEVICES or finding.loader_code.form == "settings":
+    if judged.facts.device_type not in PINNING_DEVICES or judged.loader_code.form == "settings":
         return {}
-    if finding.loader.pin_memory is not False or not finding.can_set_with_workers("pin_memory"):
+    if judged.loader.pin_memory is not False or not judged.can_set_with_workers("pin_memory"):
         return {}
-    if batches_in_place(finding) is not None:
+    if batches_in_place(judged) is not None:
         return {}
     return {"pin_memory": True}
 
 
-def fewer_workers(finding: Finding) -> Remedy | None:
+def fewer_workers(judged: JudgedRun) -> Remedy | None:
     """Remedy: fewer workers, or none, if a trial with fewer workers was faster.
 
     Where training does not wait for data, only training itself can have shown that.
     """
-    was_trained = finding.measured.experiments.chosen_fit_ms is not None
-    if finding.data == "one rank" or (finding.data is None and not was_trained) or not _are_alike(finding.loader):
+    was_trained = judged.measured.experiments.chosen_fit_ms is not None
+    if judged.data == "one rank" or (judged.data is None and not was_trained) or not _are_alike(judged.loader):
         return None
-    chosen = finding.measured.experiments.tried_as("chosen")
-    if chosen is None or chosen.num_workers >= (finding.loader.num_workers or 0):
+    chosen = judged.measured.experiments.tried_as("chosen")
+    if chosen is None or chosen.num_workers >= (judged.loader.num_workers or 0):
         return None
     if chosen.num_workers:
-        return _tried_remedy(finding, "compete for CPUs", {})
-    without = _without_workers(finding)
+        return _tried_remedy(judged, "compete for CPUs", {})
+    without = _without_workers(judged)
     if without is None:
         return None
-    return _tried_remedy(finding, "sending is slow", without)
+    return _tried_remedy(judged, "sending is slow", without)
 
 
-def _without_workers(finding: Finding) -> Settings | None:
+def _without_workers(judged: JudgedRun) -> Settings | None:
     """New values for settings that torch, and LoaderSettings, refuse with num_workers=0.
 
     Returns None if the user has set one of them where this remedy cannot change it.
     """
-    is_ours = finding.loader_code.form == "settings"
+    is_ours = judged.loader_code.form == "settings"
     settings: Settings = {}
     set_by_user = []
-    if finding.loader.prefetch_factor is not None:
+    if judged.loader.prefetch_factor is not None:
         settings["prefetch_factor"] = "auto" if is_ours else None
-        if finding.loader.prefetch_factor != TORCH_PREFETCH:
+        if judged.loader.prefetch_factor != TORCH_PREFETCH:
             set_by_user.append("prefetch_factor")
-    if finding.loader.persistent_workers:
+    if judged.loader.persistent_workers:
         settings["persistent_workers"] = "auto" if is_ours else False
         set_by_user.append("persistent_workers")
-    if not all(map(finding.can_set_with_workers, set_by_user)):
+    if not all(map(judged.can_set_with_workers, set_by_user)):
         return None
-    return {name: value for name, value in settings.items() if finding.can_set(name)}
+    return {name: value for name, value in settings.items() if judged.can_set(name)}
 
 
-def persistent_workers(finding: Finding) -> Remedy | None:
+def persistent_workers(judged: JudgedRun) -> Remedy | None:
     """Remedy: persistent workers, if training waits in each epoch for workers to start and make the first batch.
 
     Returns None if a dataset has a ``set_epoch``, which would have to reach the workers in each epoch. Whether the
     program changes a dataset in another way is not known. The saving is the time to the first batch of an epoch, less
     the time to make one batch.
     """
-    epoch_pct = finding.shares.epoch_pct
-    if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not _may_persist(finding):
+    epoch_pct = judged.shares.epoch_pct
+    if judged.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not _may_persist(judged):
         return None
-    start_s = finding.measured.stats.epoch_start_s or 0.0
+    start_s = judged.measured.stats.epoch_start_s or 0.0
     # A worker makes a batch in at most num_workers steps.
-    making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
+    making_s = 1e-3 * (judged.loader.num_workers or 0) * judged.shares.step_ms
     saved_s = max(0.0, start_s - making_s)
-    saved_ms = 1e3 * saved_s / (finding.facts.batches_per_epoch or 1)
+    saved_ms = 1e3 * saved_s / (judged.facts.batches_per_epoch or 1)
     why = Note.of("starts again", s=saved_s)
-    remedy = loader_remedy(finding, {"persistent_workers": True}, why)
-    return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
+    remedy = loader_remedy(judged, {"persistent_workers": True}, why)
+    return replace(remedy, most_gain_pct=100 * saved_ms / judged.step_with_start_ms)
 
 
-def _may_persist(finding: Finding) -> bool:
+def _may_persist(judged: JudgedRun) -> bool:
     """True if there are workers that are started in each of several epochs, but could persist."""
-    loader = finding.loader
+    loader = judged.loader
     if not loader.num_workers or loader.persistent_workers is not False or not loader.may_persist:
         return False
-    return finding.facts.trainer.max_epochs != 1 and finding.loader_code.form != "callback"
+    return judged.facts.trainer.max_epochs != 1 and judged.loader_code.form != "callback"
 
 
-def any_order(finding: Finding) -> Remedy | None:
+def any_order(judged: JudgedRun) -> Remedy | None:
     """Remedy: batches in any order (``in_order=False``), if finished batches wait for a slow one and workers are idle.
 
     Returns None for ``trainer.predict``, whose results are identified only by their order.
     """
-    if finding.data != "head of line" or finding.loader.in_order is False or (finding.loader.num_workers or 0) < 2:
+    if judged.data != "head of line" or judged.loader.in_order is False or (judged.loader.num_workers or 0) < 2:
         return None
-    if not finding.can_set("in_order") or finding.facts.stage == "predict":
+    if not judged.can_set("in_order") or judged.facts.stage == "predict":
         return None
     why = Note.of("slow batch overtaken")
-    return loader_remedy(finding, {"in_order": False}, why, bounds.data_free_ms(finding.measured, finding.shares))
+    return loader_remedy(judged, {"in_order": False}, why, bounds.data_free_ms(judged.measured, judged.shares))
 
 
-def files_in_memory(finding: Finding) -> Remedy | None:
+def files_in_memory(judged: JudgedRun) -> Remedy | None:
     """Remedy: a copy of the files in memory, if an ImageFolderDataModule without one waits for storage."""
-    datamodule = finding.facts.datamodule
-    if finding.data != "cold reads" or datamodule.decoder is None or datamodule.staged is not False:
+    datamodule = judged.facts.datamodule
+    if judged.data != "cold reads" or datamodule.decoder is None or datamodule.staged is not False:
         return None
-    step_ms = bounds.with_rate(finding.measured, finding.shares, finding.measured.experiments.cached_bytes_per_s)
+    step_ms = bounds.with_rate(judged.measured, judged.shares, judged.measured.experiments.cached_bytes_per_s)
     if step_ms is None:
-        step_ms = bounds.data_free_ms(finding.measured, finding.shares)
-    name = finding.loader_code.datamodule or "ImageFolderDataModule"
+        step_ms = bounds.data_free_ms(judged.measured, judged.shares)
+    name = judged.loader_code.datamodule or "ImageFolderDataModule"
     return Remedy(
         code='stage_to="/dev/shm"',
         form="datamodule",
@@ -350,59 +350,59 @@ def files_in_memory(finding: Finding) -> Remedy | None:
     )
 
 
-def crops_only(finding: Finding) -> Remedy | None:
+def crops_only(judged: JudgedRun) -> Remedy | None:
     """Remedy: decode only the crops of an image folder's images instead of whole images, if both were timed."""
-    trial = finding.measured.experiments.crops
-    workers = finding.loader.num_workers
-    if trial is None or finding.data not in MADE_ON_CPU or finding.facts.stage != "fit" or workers is None:
+    trial = judged.measured.experiments.crops
+    workers = judged.loader.num_workers
+    if trial is None or judged.data not in MADE_ON_CPU or judged.facts.stage != "fit" or workers is None:
         return None
-    chosen = finding.measured.experiments.tried_as("chosen")
+    chosen = judged.measured.experiments.tried_as("chosen")
     if chosen is not None:
         workers = chosen.num_workers
     split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
     return Remedy(
-        code=f"from {_our_package(finding)} import ImageFolderDataModule, LoaderSettings\n"
-        f"ImageFolderDataModule({json.dumps(trial.folder)}, {finding.loader.batch_size}, transform=..., {split}"
+        code=f"from {_our_package(judged)} import ImageFolderDataModule, LoaderSettings\n"
+        f"ImageFolderDataModule({json.dumps(trial.folder)}, {judged.loader.batch_size}, transform=..., {split}"
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
-        where=f"as the datamodule of trainer.fit, in place of {finding.loader_code.words}",
+        where=f"as the datamodule of trainer.fit, in place of {judged.loader_code.words}",
         why=(Note.of("only crops", crop_ms=trial.crop_ms, whole_ms=trial.whole_ms),),
-        least_step_ms=bounds.with_crops(finding.measured, finding.shares),
+        least_step_ms=bounds.with_crops(judged.measured, judged.shares),
         change=Change("decodes_whole", "False"),
     )
 
 
-def faster_decoder(finding: Finding) -> Remedy | None:
+def faster_decoder(judged: JudgedRun) -> Remedy | None:
     """Remedy: another decoder for an ImageFolderDataModule whose decoder the user named, if both were timed."""
-    return _lighter_samples(finding, "decoder")
+    return _lighter_samples(judged, "decoder")
 
 
-def decoding_on_the_gpu(finding: Finding) -> Remedy | None:
+def decoding_on_the_gpu(judged: JudgedRun) -> Remedy | None:
     """Remedy: nvJPEG decodes the images of an ImageFolderDataModule, if reading without decoding was timed."""
-    return _lighter_samples(finding, "backend")
+    return _lighter_samples(judged, "backend")
 
 
-def fast_resizing(finding: Finding) -> Remedy | None:
+def fast_resizing(judged: JudgedRun) -> Remedy | None:
     """Remedy: an ImageFolderDataModule resizes without antialiasing, if both were timed."""
-    return _lighter_samples(finding, "quality")
+    return _lighter_samples(judged, "quality")
 
 
-def packed_images(finding: Finding) -> Remedy | None:
+def packed_images(judged: JudgedRun) -> Remedy | None:
     """Remedy: an ImageFolderDataModule reads from a pack of smaller images or of pixels, if such samples were timed."""
-    return _lighter_samples(finding, "root")
+    return _lighter_samples(judged, "root")
 
 
-def _lighter_samples(finding: Finding, setting: str) -> Remedy | None:
+def _lighter_samples(judged: JudgedRun, setting: str) -> Remedy | None:
     """The remedy that changes this setting and gains most, of those that were tried; None if making samples is not the
     cause."""
-    if finding.data not in MADE_ON_CPU or finding.facts.stage != "fit":
+    if judged.data not in MADE_ON_CPU or judged.facts.stage != "fit":
         return None
     remedies = [
         replace(
-            lighter_sample_remedy(trial, finding.measured),
-            least_step_ms=bounds.with_lighter_samples(finding.measured, finding.shares, trial),
+            lighter_sample_remedy(trial, judged.measured),
+            least_step_ms=bounds.with_lighter_samples(judged.measured, judged.shares, trial),
         )
-        for trial in finding.measured.experiments.lighter
+        for trial in judged.measured.experiments.lighter
         if trial.setting == setting
     ]
     return min(
@@ -410,20 +410,20 @@ def _lighter_samples(finding: Finding, setting: str) -> Remedy | None:
     )
 
 
-def _our_package(finding: Finding) -> str:
+def _our_package(judged: JudgedRun) -> str:
     """The module of this package whose classes fit the package of the user's Trainer."""
-    return "lightning_feed" if finding.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
+    return "lightning_feed" if judged.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
 
 
 # --- the CPUs -----------------------------------------------------------------------------------------------------
 
 
-def fewer_torch_threads(finding: Finding) -> Remedy | None:
+def fewer_torch_threads(judged: JudgedRun) -> Remedy | None:
     """Remedy: fewer threads of torch, if training itself was faster with them beside its workers."""
-    trial = finding.measured.experiments.threads
+    trial = judged.measured.experiments.threads
     if trial is None or trial.own_ms <= trial.step_ms:
         return None
-    present = finding.facts.torch_threads
+    present = judged.facts.torch_threads
     return Remedy(
         code=f"import torch\ntorch.set_num_threads({trial.torch_threads})",
         form="statement",
@@ -446,53 +446,53 @@ _BARS = ("TQDMProgressBar", "RichProgressBar")
 _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
-def batches_in_place(finding: Finding) -> Remedy | None:
+def batches_in_place(judged: JudgedRun) -> Remedy | None:
     """Remedy: batches in place, if training waits for worker processes to hand batches over, for pinning, or for a copy
     that page-locked slots may speed up.
 
     Returns None if AutotuneCallback was in the fit, which has compared both ways. A data module is wrapped; for any
     other loader, AutotuneCallback changes the hand-over.
     """
-    saved_ms = _saved_in_place_ms(finding)
-    if not saved_ms or not _may_come_in_place(finding):
+    saved_ms = _saved_in_place_ms(judged)
+    if not saved_ms or not _may_come_in_place(judged):
         return None
     why = Note.of("in place")
-    remedy = _wrapped(finding, why)
-    if remedy is None and may_be_tuned(finding.facts):
-        remedy = _callback_remedy(finding, _our_package(finding), "AutotuneCallback", why)
+    remedy = _wrapped(judged, why)
+    if remedy is None and may_be_tuned(judged.facts):
+        remedy = _callback_remedy(judged, _our_package(judged), "AutotuneCallback", why)
     if remedy is None:
         return None
-    return replace(remedy, least_step_ms=bounds.without(finding.shares, saved_ms), change=IN_PLACE)
+    return replace(remedy, least_step_ms=bounds.without(judged.shares, saved_ms), change=IN_PLACE)
 
 
 IN_PLACE = Change("hand_over", "slots")
 """The change of the remedy that hands batches over in place."""
 
 
-def _saved_in_place_ms(finding: Finding) -> float:
+def _saved_in_place_ms(judged: JudgedRun) -> float:
     """The time of a step that batches in place may save at most."""
     saved_ms = 0.0
-    if finding.causes.get("copy") in _COPIED_ON_THE_WAY and finding.facts.device_type in REGISTERING_DEVICES:
-        saved_ms += finding.measured.stats.copy_ms or 0.0
-    if finding.data in _HANDED_OVER:
-        saved_ms += finding.shares.data_ms
+    if judged.causes.get("copy") in _COPIED_ON_THE_WAY and judged.facts.device_type in REGISTERING_DEVICES:
+        saved_ms += judged.measured.stats.copy_ms or 0.0
+    if judged.data in _HANDED_OVER:
+        saved_ms += judged.shares.data_ms
     return saved_ms
 
 
-def _may_come_in_place(finding: Finding) -> bool:
+def _may_come_in_place(judged: JudgedRun) -> bool:
     """True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
-    facts = finding.facts
+    facts = judged.facts
     was_tried = facts.trainer.tuned and facts.loader.map_style is not False and facts.loader.count == 1
     return bool(facts.loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
 
 
-def _wrapped(finding: Finding, why: Note) -> Remedy | None:
+def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
     """Remedy: the user's data module, wrapped. None without one, and for one that a command line sets up."""
-    code = finding.loader_code
+    code = judged.loader_code
     if not code.datamodule or code.trainer_key or code.form == "settings":
         return None
     return Remedy(
-        code=f"from {_our_package(finding)} import FastDataModule\nFastDataModule.wrap({code.datamodule}(...))",
+        code=f"from {_our_package(judged)} import FastDataModule\nFastDataModule.wrap({code.datamodule}(...))",
         form="replacement",
         where=f"as the datamodule of trainer.fit, in place of {code.datamodule}(...)",
         why=(why,),
@@ -506,50 +506,50 @@ def may_be_tuned(facts: LoopFacts) -> bool:
     return in_fit and not loader.why_no_workers and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 
-def pinned_memory(finding: Finding) -> Remedy | None:
+def pinned_memory(judged: JudgedRun) -> Remedy | None:
     """Remedy: pin memory, if training waits for copies from pageable memory, and batches cannot come in place."""
-    unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
-    if not unpinned or finding.loader.pin_memory or not finding.can_set("pin_memory"):
+    unpinned = judged.causes.get("copy") == "unpinned" and judged.facts.device_type != "cpu"
+    if not unpinned or judged.loader.pin_memory or not judged.can_set("pin_memory"):
         return None
-    if batches_in_place(finding) is not None:
+    if batches_in_place(judged) is not None:
         return None
-    step_ms = bounds.without(finding.shares, finding.measured.stats.copy_ms or 0.0)
-    return loader_remedy(finding, {"pin_memory": True}, Note.of("copies wait"), step_ms)
+    step_ms = bounds.without(judged.shares, judged.measured.stats.copy_ms or 0.0)
+    return loader_remedy(judged, {"pin_memory": True}, Note.of("copies wait"), step_ms)
 
 
-def prefetch_callback(finding: Finding) -> Remedy | None:
+def prefetch_callback(judged: JudgedRun) -> Remedy | None:
     """Remedy: PrefetchCallback, if training waits for copies from pinned memory on a GPU."""
-    stats = finding.measured.stats
-    cause = finding.causes.get("copy")
-    if cause is None or finding.facts.device_type != "cuda" or stats.prefetch_active or stats.copy_ms is None:
+    stats = judged.measured.stats
+    cause = judged.causes.get("copy")
+    if cause is None or judged.facts.device_type != "cuda" or stats.prefetch_active or stats.copy_ms is None:
         return None
-    if finding.loader.pin_memory is not True:
+    if judged.loader.pin_memory is not True:
         return None
     why = Note.of("copied ahead")
     return replace(
-        _callback_remedy(finding, _our_package(finding), "PrefetchCallback", why),
-        least_step_ms=bounds.without(finding.shares, stats.copy_ms),
+        _callback_remedy(judged, _our_package(judged), "PrefetchCallback", why),
+        least_step_ms=bounds.without(judged.shares, stats.copy_ms),
         change=Change("prefetch_callback", "True"),
     )
 
 
-def rare_progress_bar(finding: Finding) -> Remedy | None:
+def rare_progress_bar(judged: JudgedRun) -> Remedy | None:
     """Remedy: draw the progress bar rarely, if it is drawn often and takes time between the steps."""
-    rate = finding.facts.trainer.bar_refresh_rate
-    drawn = [hook for hook in finding.measured.hooks if _bar_of(hook) is not None]
-    if "framework" not in finding.causes or not rate or rate >= RARELY_STEPS or not drawn:
+    rate = judged.facts.trainer.bar_refresh_rate
+    drawn = [hook for hook in judged.measured.hooks if _bar_of(hook) is not None]
+    if "framework" not in judged.causes or not rate or rate >= RARELY_STEPS or not drawn:
         return None
     takes_ms = _sum_ms(drawn)
     remedy = _callback_remedy(
-        finding,
-        f"{finding.facts.trainer.package}.callbacks",
+        judged,
+        f"{judged.facts.trainer.package}.callbacks",
         str(_bar_of(drawn[0])),
         Note.of("bar drawn", ms=takes_ms),
         argument=f"refresh_rate={RARELY_STEPS}",
         change=f"refresh_rate: {rate} -> {RARELY_STEPS} ",
     )
     change = Change("bar_refresh_rate", str(RARELY_STEPS))
-    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), change=change)
+    return replace(remedy, least_step_ms=_rarer_ms(judged, takes_ms, rate), change=change)
 
 
 def _bar_of(hook: HookTime) -> str | None:
@@ -557,26 +557,26 @@ def _bar_of(hook: HookTime) -> str | None:
     return next((bar for bar in _BARS if f"]{bar}" in hook.name), None)
 
 
-def log_rarely(finding: Finding) -> Remedy | None:
+def log_rarely(judged: JudgedRun) -> Remedy | None:
     """Remedy: log rarely, if loggers are called often and take time between the steps."""
-    interval = finding.facts.trainer.log_every_n_steps
-    calls = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
-    if "framework" not in finding.causes or not interval or interval >= RARELY_STEPS or not calls:
+    interval = judged.facts.trainer.log_every_n_steps
+    calls = [hook for hook in judged.measured.hooks if _LOGGING.search(hook.name)]
+    if "framework" not in judged.causes or not interval or interval >= RARELY_STEPS or not calls:
         return None
     takes_ms = _sum_ms(calls)
     why = Note.of("logger called", hook=calls[0].name, ms=takes_ms)
-    remedy = trainer_remedy(finding.loader_code, "log_every_n_steps", interval, RARELY_STEPS, why)
-    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, interval))
+    remedy = trainer_remedy(judged.loader_code, "log_every_n_steps", interval, RARELY_STEPS, why)
+    return replace(remedy, least_step_ms=_rarer_ms(judged, takes_ms, interval))
 
 
 def _sum_ms(hooks: list[HookTime]) -> float:
     return sum(hook.ms_per_step for hook in hooks)
 
 
-def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
+def _rarer_ms(judged: JudgedRun, takes_ms: float, interval: int) -> float:
     """Step time if something that is done every ``interval`` steps is done only every ``RARELY_STEPS`` steps."""
-    between_ms = finding.measured.stats.other_ms or 0.0
-    return bounds.without(finding.shares, min(takes_ms, between_ms) * (1 - interval / RARELY_STEPS))
+    between_ms = judged.measured.stats.other_ms or 0.0
+    return bounds.without(judged.shares, min(takes_ms, between_ms) * (1 - interval / RARELY_STEPS))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
@@ -589,15 +589,15 @@ RULES = (
 """Rules: each returns a remedy with a bound, or None. If two remedies save the same, the earlier rule's comes first."""
 
 
-def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
+def remedies_for(judged: JudgedRun) -> tuple[Remedy, ...]:
     """The remedies to print, the largest saving first. If several change the same setting, only the best is printed."""
     remedies = []
     for rule in RULES:
-        remedy = rule(finding)
-        if remedy is not None and (finding.facts.loop == "trainer" or remedy.form == "arguments"):
-            gain_pct = _gain_pct(finding, remedy)
+        remedy = rule(judged)
+        if remedy is not None and (judged.facts.loop == "trainer" or remedy.form == "arguments"):
+            gain_pct = _gain_pct(judged, remedy)
             remedies.append(replace(remedy, most_gain_pct=gain_pct, effects=_EFFECTS[setting_of(remedy)]))
-    return largest(remedies, least_gain_pct(finding))
+    return largest(remedies, least_gain_pct(judged))
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
@@ -635,16 +635,16 @@ _EFFECTS: dict[str, tuple[Effect, ...]] = {
 """The setting that a remedy changes -> what else changes with it."""
 
 
-def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
+def _gain_pct(judged: JudgedRun, remedy: Remedy) -> float | None:
     """Upper bound of a remedy's saving, in % of an epoch including its first batch; None if unknown."""
     if remedy.most_gain_pct is not None or remedy.least_step_ms is None:
         return remedy.most_gain_pct
-    return 100 * (finding.shares.step_ms - remedy.least_step_ms) / finding.step_with_start_ms
+    return 100 * (judged.shares.step_ms - remedy.least_step_ms) / judged.step_with_start_ms
 
 
-def least_gain_pct(finding: Finding) -> float:
+def least_gain_pct(judged: JudgedRun) -> float:
     """Smallest saving of a printed remedy: 5 %, or 10 % if confidence is low, or more if the noise is larger."""
-    low, high = finding.measured.stats.interval_pct or (0.0, 0.0)
-    is_unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
+    low, high = judged.measured.stats.interval_pct or (0.0, 0.0)
+    is_unsure = judged.measured.stats.confidence == "low" or judged.facts.crowded
     least_pct = LEAST_UNSURE_GAIN_PCT if is_unsure else LEAST_GAIN_PCT
-    return max(least_pct, (high - low) / 2, (finding.measured.experiments.noise_pct or 0.0) / 2)
+    return max(least_pct, (high - low) / 2, (judged.measured.experiments.noise_pct or 0.0) / 2)

@@ -23,7 +23,7 @@ from lightning_feed.diagnosing import short_fits as session
 from lightning_feed.diagnosing.batches import Pace
 from lightning_feed.diagnosing.failures import DiagnosisInterrupted
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.diagnosing.short_fits import Limits, replay
+from lightning_feed.diagnosing.short_fits import FitLength, replay
 from lightning_feed.errors import SettingsError
 from lightning_feed.report.document import read_document
 
@@ -497,7 +497,7 @@ def test_replay_on_a_device_keeps_its_time_limit(on_device: bool, late: Simulate
     queued = Session(trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4), package=package_of(trainer))
     queued.train_loaders = queued.loaders
     began = late.now
-    limits = Limits(min_steps=20, max_steps=300, seconds=2)
+    limits = FitLength(min_steps=20, max_steps=300, seconds=2)
     batch = next(iter(queued.loaders))
     assert replay(queued, [batch], limits, on_device=on_device) == pytest.approx(20)
     assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (batches.STEPS_AHEAD + 2))

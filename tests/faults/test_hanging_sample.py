@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_feed.load.build import Part, build_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.recommend import Job
+from lightning_feed.load.recommend import RunFacts
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.watchdog import LateBatch, Watch
 from lightning_feed.load.worker import WorkerInit, stack_of
@@ -212,7 +212,7 @@ def test_each_loader_of_a_data_module_is_watched() -> None:
         name="train", split="train", batch_size=2, together=1, sampler=lambda _: None, collate_fn=None,
         order=EpochOrder(seed=0, epoch=lambda: 0),
     )  # fmt: skip
-    assert build_loader(range(4), part, LoaderSettings(num_workers=0), Job())[0].watch == Watch("train", 60)
+    assert build_loader(range(4), part, LoaderSettings(num_workers=0), RunFacts())[0].watch == Watch("train", 60)
 
 
 @pytest.mark.parametrize("mode", ["processes", pytest.param("spawned", marks=SPAWNS), "threads", "background"])

@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 from lightning_feed.images import choose, decoders
-from lightning_feed.images.choose import DECODER_NAMES, Choice, FallbackDecoder, make_decoder, psnr_db, with_fallback
+from lightning_feed.images.choose import (
+    DECODER_NAMES,
+    DecoderChoice,
+    FallbackDecoder,
+    make_decoder,
+    psnr_db,
+    with_fallback,
+)
 from lightning_feed.images.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
 from lightning_feed.images.header import Encoded
 from lightning_feed.load.counts import SharedCounts
@@ -91,7 +98,7 @@ def racing(monkeypatch: pytest.MonkeyPatch) -> Racing:
     return racing
 
 
-def _auto(clock: Clock, *, regions: bool = False, samples: list[bytes] | None = None) -> Choice:
+def _auto(clock: Clock, *, regions: bool = False, samples: list[bytes] | None = None) -> DecoderChoice:
     return make_decoder("auto", samples or SAMPLES, regions=regions, clock=clock)
 
 

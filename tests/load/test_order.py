@@ -18,19 +18,19 @@ from torch.utils.data import (
 
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder, mix_seed
-from lightning_feed.load.position import IndexSource, Pass, find_samplers
+from lightning_feed.load.position import IndexSource, Position, find_samplers
 from lightning_feed.load.resume import LoaderState
 
 
 def one_pass(sampler, *, seed=0, epoch=0, cycle=0, resume=None):
     """The indices of one pass, and the pass."""
-    now = Pass(EpochOrder(seed=seed, epoch=lambda: epoch), epoch=epoch, cycle=cycle, resume=resume)
+    now = Position(EpochOrder(seed=seed, epoch=lambda: epoch), epoch=epoch, cycle=cycle, resume=resume)
     source = IndexSource(sampler, find_samplers(sampler))
     source.position = now
     return list(source), now
 
 
-def saved_after(now: Pass, batches: int) -> LoaderState:
+def saved_after(now: Position, batches: int) -> LoaderState:
     blank = LoaderState.from_dict(FeedLoader(range(1)).state_dict())
     return replace(blank, batches=batches, epoch=now.epoch, cycle=now.cycle, samplers=now.samplers)
 
@@ -67,11 +67,11 @@ def test_random_sampler_without_epoch_order_draws_as_in_torch():
     plain = list(RandomSampler(range(30)))
     torch.manual_seed(3)
     source = IndexSource(sampler := RandomSampler(range(30)), find_samplers(sampler))
-    source.position = Pass(None, epoch=None)
+    source.position = Position(None, epoch=None)
     assert list(source) == plain
     saved = saved_after(source.position, 4)
     torch.manual_seed(99)
-    source.position = Pass(None, epoch=None, cycle=0, resume=saved)
+    source.position = Position(None, epoch=None, cycle=0, resume=saved)
     assert list(source) == plain[4:]
 
 
@@ -94,10 +94,10 @@ class EpochSampler:
 def test_epoch_set_by_others_is_kept_and_restored_without_epoch_order():
     source = IndexSource(sampler := EpochSampler(), find_samplers(sampler))
     sampler.set_epoch(2)
-    source.position = Pass(None, epoch=None)
+    source.position = Position(None, epoch=None)
     whole = list(source)
     resumed = IndexSource(fresh := EpochSampler(), find_samplers(fresh))
-    resumed.position = Pass(None, epoch=None, cycle=0, resume=saved_after(source.position, 3))
+    resumed.position = Position(None, epoch=None, cycle=0, resume=saved_after(source.position, 3))
     assert list(resumed) == whole[3:]
 
 

@@ -9,7 +9,7 @@ import torch
 from simulated.device import DEVICE, Event, SimulatedDevice, simulated
 
 from lightning_feed.transfer import prefetcher as streams
-from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, Prefetcher, SideStream, Staged, open_stream
+from lightning_feed.transfer.prefetcher import RUN_AHEAD, CopiedBatch, DeviceStream, Prefetcher, SideStream, open_stream
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_keyboard_interrupt_while_copying_ahead_is_raised_at_once() -> None:
 def test_none_is_a_valid_batch() -> None:
     prefetcher = Prefetcher(SideStream())
     assert prefetcher.take(prefetcher.stage(None, prepare=lambda x: x, copy=lambda x: x)) is None
-    assert prefetcher.take(Staged(batch=None)) is None
+    assert prefetcher.take(CopiedBatch(batch=None)) is None
 
 
 @pytest.mark.usefixtures("device")
