@@ -20,7 +20,7 @@ from lightning_feed.load.settings import PINNING_DEVICES, LoaderSettings, Settin
 from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.machine.limits import read_machine
-from lightning_feed.trials.cloning import twin_of
+from lightning_feed.trials.cloning import clone_with
 
 logger = logging.getLogger(__name__)
 
@@ -205,12 +205,12 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
     A StatefulDataLoader keeps its resume position.
     """
     changed: dict[str, object] = {name: vars(setting)[name] for name in _CHANGED}
-    twin = twin_of(loader, **changed)
+    clone = clone_with(loader, **changed)
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
-    _host.change_saved_arguments(twin, changed, always=_CHANGED)
-    vars(twin)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows this setting, too
-    put_in_slots(twin)
+    _host.change_saved_arguments(clone, changed, always=_CHANGED)
+    vars(clone)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows this setting, too
+    put_in_slots(clone)
     if setting.num_workers and not loader.num_workers:
-        vars(twin)[WITHOUT_WORKERS] = loader
-    return twin
+        vars(clone)[WITHOUT_WORKERS] = loader
+    return clone

@@ -55,14 +55,14 @@ def _with_new_containers(batch: object) -> Batch:
     return tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
 
-def idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
+def idle_clone(loader: DataLoader[Batch]) -> DataLoader[Batch]:
     """A copy of a loader without its running workers."""
     idle = copy.copy(loader)
     idle._iterator = None
     return idle
 
 
-def own_loaders(loaders: object, make: _Make = idle_copy) -> Any:
+def own_loaders(loaders: object, make: _Make = idle_clone) -> Any:
     """Return ``loaders`` with a copy, without running workers, in place of each DataLoader.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; datasets, samplers and

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing.batches import idle_copy, own_loaders
+from lightning_feed.diagnosing.batches import idle_clone, own_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.diagnosing.short_fits import FitLength, time_fit
 from lightning_feed.load.kinds import Batch
@@ -156,7 +156,7 @@ def _step_ms(session: Session, setting: Setting | None, seconds: float) -> float
 
 def _made_with(setting: Setting | None) -> Callable[[Any], Any]:
     def make(loader: DataLoader[Batch]) -> DataLoader[Batch]:
-        copy = idle_copy(loader)
+        copy = idle_clone(loader)
         if setting is None or setting == Setting.of(loader):
             return copy
         return with_setting(copy, setting)

@@ -213,14 +213,14 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     """
     steps = getattr(transform, "transforms", None)
     if isinstance(transform, nn.Sequential):
-        twin = copy.copy(transform)
-        vars(twin)["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
+        copied = copy.copy(transform)
+        vars(copied)["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
     elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
-        twin = copy.copy(transform)
-        vars(twin)["transforms"] = type(steps)(timed(step, timer) for step in steps)
+        copied = copy.copy(transform)
+        vars(copied)["transforms"] = type(steps)(timed(step, timer) for step in steps)
     else:  # a step, which it may be impossible to copy
         return _Timed(transform, timer.step(name_of(transform)), timer)
-    return twin
+    return copied
 
 
 def _calls(transform: object, steps: Sequence[Any]) -> bool:

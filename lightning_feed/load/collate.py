@@ -280,10 +280,10 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
         if hasattr(container, "_fields"):
             return kind(*new_parts.values())
         return kind(new_parts.values())
-    twin = copy.copy(container)
+    copied = copy.copy(container)
     for name, part in changed.items():
-        object.__setattr__(twin, name, part)  # works for frozen dataclasses too; only our copy is changed
-    return twin
+        object.__setattr__(copied, name, part)  # works for frozen dataclasses too; only our copy is changed
+    return copied
 
 
 def _rebuilt_mapping(mapping: Mapping[Any, Any], new_parts: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -291,11 +291,11 @@ def _rebuilt_mapping(mapping: Mapping[Any, Any], new_parts: Mapping[Any, Any]) -
     if not isinstance(mapping, MutableMapping):
         kind: Any = type(mapping)
         return kind(kept)  # type: ignore[no-any-return]
-    twin = copy.copy(mapping)  # keeps other attributes of a user's mapping
+    copied = copy.copy(mapping)  # keeps other attributes of a user's mapping
     for name in new_parts.keys() - kept.keys():
-        del twin[name]
-    twin.update(kept)
-    return twin
+        del copied[name]
+    copied.update(kept)
+    return copied
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:

@@ -61,7 +61,7 @@ class GivenOrder:
         return len(self.source)
 
 
-def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
+def clone_with(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
     """Copy a loader, with other ``values`` and no running workers. Class, dataset, samplers and functions stay.
 
     The constructor is not called: its arguments may differ from the attributes, and its side effects must not be
@@ -77,12 +77,12 @@ def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
         values |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
     elif values.get("prefetch_factor", loader.prefetch_factor) is None:
         values["prefetch_factor"] = TORCH_PREFETCH
-    twin = object.__new__(type(loader))
-    twin.__dict__.update(vars(loader), **values, _iterator=None)
-    twin.multiprocessing_context = None if has_threads(twin) else context
-    if isinstance(twin, FeedLoader):
-        twin.forget()
-    return twin
+    clone = object.__new__(type(loader))
+    clone.__dict__.update(vars(loader), **values, _iterator=None)
+    clone.multiprocessing_context = None if has_threads(clone) else context
+    if isinstance(clone, FeedLoader):
+        clone.forget()
+    return clone
 
 
 def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> DataLoader[Batch]:
@@ -110,12 +110,12 @@ def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> D
     if isinstance(loader, FeedLoader):
         values |= {"order": None, "watch": None}
     if changes.setting is None:
-        return twin_of(loader, **values)
+        return clone_with(loader, **values)
     values |= vars(changes.setting)
     del values["in_place"]
     if not isinstance(loader, FeedLoader) or not changes.setting.num_workers:
         del values["workers"]
-    clone = twin_of(loader, **values)
+    clone = clone_with(loader, **values)
     set_hand_over(clone, changes.setting)
     return clone
 

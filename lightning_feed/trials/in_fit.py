@@ -25,7 +25,7 @@ from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
-from lightning_feed.trials.cloning import has_threads, set_hand_over, twin_of
+from lightning_feed.trials.cloning import clone_with, has_threads, set_hand_over
 from lightning_feed.trials.time_left import MOST_S
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Key, Store, Tuned, key_of, tune_loader
@@ -262,11 +262,11 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
         else:
             draws = SameDraws(source, loader, ahead=setting.batches_ahead)
             values |= {name: draws, "generator": _seeds_for(loader)}
-    twin = twin_of(loader, **values)
-    if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
-        twin.follow(loader)
-    set_hand_over(twin, setting)
-    return twin
+    clone = clone_with(loader, **values)
+    if isinstance(clone, FeedLoader) and isinstance(loader, FeedLoader):
+        clone.follow(loader)
+    set_hand_over(clone, setting)
+    return clone
 
 
 @dataclass(frozen=True)
@@ -292,11 +292,11 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     if isinstance(loader, FeedLoader):
         if not loader.may_draw_again():
             return None
-        twin = with_setting(loader, setting)
-        assert isinstance(twin, FeedLoader)
-        twin.load_state_dict(loader.state_dict())
+        clone = with_setting(loader, setting)
+        assert isinstance(clone, FeedLoader)
+        clone.load_state_dict(loader.state_dict())
         with torch.random.fork_rng(devices=[]):  # the original loader draws its seeds only once in an epoch
-            return RestOfEpoch(twin, iter(twin))
+            return RestOfEpoch(clone, iter(clone))
     name = _sampler_name(loader)
     draws = getattr(loader, name)
     if not isinstance(draws, _Draws):
@@ -304,7 +304,7 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     indices = draws.rest(iterator._num_yielded)
     values: dict[str, Any] = {name: Rest(indices, setting.batches_ahead), "generator": _seeds_for(loader)}
     values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
-    rest = twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
+    rest = clone_with(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
     set_hand_over(rest, setting)
     return RestOfEpoch(rest, iter(rest))
 
