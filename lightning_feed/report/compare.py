@@ -134,9 +134,11 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     changes = (f"{row.name} {row.before} -> {row.after}" for row in comparison.changed)
     yield f"changed  {'; '.join(changes) or 'no setting that the reports name'}"
     yield f"{'':14}{'before':>11}{'after':>11}"
-    for row in comparison.figures:
-        if row.before is not None or row.after is not None:
-            values = ("-" if value is None else f"{value:.1f}" for value in (row.before, row.after))
-            yield f"{row.name:14}{''.join(f'{value:>11}' for value in values)}"
+    yield from (_in_line(row) for row in comparison.figures if row.before is not None or row.after is not None)
     for caution in comparison.cautions:
         yield f"caution  {caution}"
+
+
+def _in_line(row: Row) -> str:
+    before, after = ("-" if value is None else f"{value:.1f}" for value in (row.before, row.after))
+    return f"{row.name:14}{before:>11}{after:>11}"

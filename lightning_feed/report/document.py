@@ -258,12 +258,11 @@ def to_plain(value: object) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
-    if is_dataclass(value):
-        return {name: to_plain(part) for name, part in vars(value).items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(part) for part in value]
-    if isinstance(value, dict):
-        return {str(name): to_plain(part) for name, part in value.items()}
+    if is_dataclass(value) or isinstance(value, dict):
+        named = value if isinstance(value, dict) else vars(value)
+        return {str(name): to_plain(part) for name, part in named.items()}
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 

@@ -87,7 +87,7 @@ class _Formatter(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Format one value of a sentence."""
-        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        if not _is_known(value):
             return UNKNOWN
         if format_spec == "ms":
             return in_ms(value, self._step_ms)
@@ -98,6 +98,10 @@ class _Formatter(string.Formatter):
         if not format_spec and isinstance(value, float) and value.is_integer():  # as read from JSON
             return str(int(value))
         return str(super().format_field(value, format_spec))
+
+
+def _is_known(value: object) -> bool:
+    return value is not None and (not isinstance(value, float) or math.isfinite(value))
 
 
 class _Values:
@@ -112,8 +116,8 @@ class _Values:
 
     def figure(self, name: str) -> float:
         """A figure that is known, or 0."""
-        figure = self._note.figures.get(name)
-        return figure if figure is not None and math.isfinite(figure) else 0.0
+        figure = self._note.figures.get(name) or 0.0
+        return figure if math.isfinite(figure) else 0.0
 
     def word(self, name: str, table: dict[str, str]) -> str:
         """The words in a table for a name, or the name itself."""

@@ -110,14 +110,20 @@ def _data(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
     whole_images = _whole_images(judged, cause)
     notes += whole_images
     if not remedies and not may_try_workers(judged.measured, cause):
-        if cause in MADE_IN_YOUR_CODE and _may_diagnose(judged) and not whole_images:
-            lighter = cause in MADE_ON_CPU and may_try_lighter_samples(judged.measured)
-            notes.append(Note.of("diagnose", tries="lighter samples" if lighter else "lines"))
+        notes += [] if whole_images else _diagnose(judged, cause)
         notes += _without_remedy(judged, cause)
     notes += _hints(judged, cause, remedies)
     if judged.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):
         notes.append(Note.of("DALI decodes"))
     return notes + _transforms(judged)
+
+
+def _diagnose(judged: JudgedRun, cause: Cause) -> Notes:
+    """Note on the command that finds the lines of the user's code, or ways with less work for each sample."""
+    if cause not in MADE_IN_YOUR_CODE or not _may_diagnose(judged):
+        return []
+    lighter = cause in MADE_ON_CPU and may_try_lighter_samples(judged.measured)
+    return [Note.of("diagnose", tries="lighter samples" if lighter else "lines")]
 
 
 def _undivided(judged: JudgedRun, cause: Cause) -> Notes:
