@@ -33,7 +33,7 @@ def trained(name: str, folder: Path) -> tuple[Outcome, Outcome]:
 
 
 IN_THE_GATE = {"audio", "cli_yaml", "combined", "ddp", "notebook", "timm_birds"}
-"""Projects of six kinds; the others are run with ``-m harness``."""
+"""Projects of six kinds; the others are run with ``-m nightly``."""
 
 
 STARTS_ANEW = {"ddp", "notebook"}
