@@ -233,6 +233,8 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FITS = (with_loggers, with_workers, with_moves)
+MARKS = {with_loggers: [], with_workers: [pytest.mark.nightly], with_moves: [pytest.mark.nightly]}
+"""The gate has one of the fits."""
 PARTS = 3
 
 
@@ -247,7 +249,7 @@ def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("make", FITS, ids=[make.__name__ for make in FITS])
+@pytest.mark.parametrize("make", [pytest.param(make, id=make.__name__, marks=MARKS[make]) for make in FITS])
 def test_an_error_in_any_observer_does_not_end_or_change_the_run(
     make: Callable[[Path], Fit],
     part: int,

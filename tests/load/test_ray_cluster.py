@@ -87,6 +87,7 @@ def test_dead_node_loses_no_batch_and_added_node_is_used(cluster):
     assert [pixel for pixels, _ in seen for pixel in pixels] == [index % 251 for index in range(8 * len(seen))]
 
 
+@pytest.mark.nightly
 def test_batches_too_large_for_object_store_and_disk_raise_an_error():
     class Heavy(Large):
         def __getitem__(self, index):
@@ -107,6 +108,7 @@ def test_batches_too_large_for_object_store_and_disk_raise_an_error():
         ray.shutdown()
 
 
+@pytest.mark.nightly
 def test_mismatched_or_lost_head_node_raises_an_error(cluster, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ray, "__version__", "2.40.0")
