@@ -141,6 +141,8 @@ class StarvationStats:
 
     steps: int
     """Number of counted steps: not the first of each epoch, nor the first after each validation."""
+    warm_up_steps: int = 0
+    """Further steps at the beginning of the run, left out because a full queue hides a slow loader at first."""
     lost_steps: int = 0
     """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
     device failed."""

@@ -455,6 +455,8 @@ class Ledger:
         stats = sums.stats(
             settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active, whole=self._sums
         )
+        if settled:
+            stats = replace(stats, warm_up_steps=self._warm_up.steps)
         if not settled or stats.starved_pct is None:
             return stats
         starved_pct = self._pairs.interval_pct(self.period)

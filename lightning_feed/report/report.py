@@ -272,12 +272,14 @@ def takes_turns(diagnosis: Diagnosis) -> bool:
 
 
 def trust(diagnosis: Diagnosis) -> str:
-    """The confidence in the verdict, in words: ``95 % CI 32-36, confidence high, 412 steps``.
+    """The confidence in the verdict, in words: ``95 % CI 32-36, confidence high, 412 steps after 20 of warm-up``.
 
     The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
     ranks, the first batch of an epoch, validation, or checkpoints. It is also left out if it has no width.
     """
     text = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
+    if diagnosis.stats.warm_up_steps:
+        text += f" after {diagnosis.stats.warm_up_steps} of warm-up"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     is_about_steps = _basis(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
     if not is_about_steps or diagnosis.measurements.facts.loader.repeated or f"{low:.0f}" == f"{high:.0f}":

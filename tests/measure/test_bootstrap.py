@@ -88,6 +88,9 @@ def test_run_total_has_a_confidence_interval_and_windows_do_not() -> None:
     total = ledger.total(prefetch_active=None)
     assert total.starved_pct == pytest.approx(20)
     assert (total.starved_low_pct, total.starved_high_pct) == pytest.approx((20, 20))
+    assert (total.steps, total.warm_up_steps) == (60, WARM_UP_STEPS)
     short = Ledger()
     short.fresh += [StepTimes(0, 5, 0, 5, 5, True)] * (WARM_UP_STEPS + 19)
-    assert short.total(prefetch_active=None).starved_low_pct is None
+    total = short.total(prefetch_active=None)
+    assert total.starved_low_pct is None
+    assert (total.steps, total.warm_up_steps) == (WARM_UP_STEPS + 19, 0)

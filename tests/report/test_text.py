@@ -152,6 +152,11 @@ def test_text_report_of_a_cpu_run_shows_no_copy_time() -> None:
     assert "step 87.2 ms = compute 52.9 | data 29.6 | other 4.7" in as_text(found)
 
 
+def test_steps_of_the_warm_up_are_named_beside_those_that_count() -> None:
+    stats = replace(sample_stats(), warm_up_steps=20)
+    assert "confidence high, 412 steps after 20 of warm-up)" in as_text(_bare(stats=stats)).splitlines()[0]
+
+
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_lines_fit_the_terminal_and_code_stays_whole(width: int) -> None:
     code = "def on_after_batch_transfer(self, batch, dataloader_idx):\n    return {key: batch[key] for key in SENT}"
