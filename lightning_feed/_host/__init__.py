@@ -20,7 +20,7 @@ from lightning_feed._host.arguments import (
     known_syncs as known_syncs,
     log_interval as log_interval,
     needs_metrics_every as needs_metrics_every,
-    optimizes_by_the_book as optimizes_by_the_book,
+    optimizer_step_is_known as optimizer_step_is_known,
     overfits as overfits,
     profiler_of as profiler_of,
     reload_interval as reload_interval,

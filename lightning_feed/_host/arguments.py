@@ -105,7 +105,7 @@ def has_grad_scaler(trainer: AnyTrainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
-def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
+def optimizer_step_is_known(trainer: AnyTrainer) -> bool:
     """True if none of the user's classes takes part in the backward pass and the optimizer step.
 
     Then strategy and precision plugin are Lightning's classes, and optimizers and schedulers are torch's. Checked

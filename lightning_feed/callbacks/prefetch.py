@@ -227,7 +227,7 @@ class PrefetchCallback(ExactResume):
             _host.has_grad_scaler(trainer)
             and not _has_own_code([trainer.lightning_module, *later], ["on_before_backward"])
             and not _has_own_code([trainer.lightning_module, *others], _AFTER_BACKWARD_BEGAN)
-            and _host.optimizes_by_the_book(trainer)
+            and _host.optimizer_step_is_known(trainer)
         )
 
     def _look_ahead_after(self, trainer: AnyTrainer, original: Original, *args: object, **kwargs: Any) -> Any:

@@ -122,7 +122,7 @@ class FeedImageFolder(FeedDataModule):
             return None
         if self._images_choice is None:
             raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
-        backend = self._images_settle(source, self._images_choice.decoder)
+        backend = self._images_choose_backend(source, self._images_choice.decoder)
         return ImageDataset(
             source,
             self._images_choice.decoder,
@@ -135,7 +135,7 @@ class FeedImageFolder(FeedDataModule):
 
     def collate(self, samples: list[Any], split: str) -> Any:
         """Make a batch (images, labels) in a worker. Images stay uint8 and channels last, encoded images encoded."""
-        return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
+        return collate_images(samples) if self._images_choose_backend() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
         """Normalise uint8 images to ``dtype``. Images made float by a user's transform stay unchanged."""
@@ -199,7 +199,7 @@ class FeedImageFolder(FeedDataModule):
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        backend = self._images_settle()
+        backend = self._images_choose_backend()
         trainer = self.trainer
         if backend == "torch":
             return None
@@ -287,7 +287,7 @@ class FeedImageFolder(FeedDataModule):
             self._images_choice = make_decoder(name)
         return scanned[0] if scanned else scan()
 
-    def _images_settle(self, source: SampleSource | None = None, decoder: Decoder | None = None) -> str:
+    def _images_choose_backend(self, source: SampleSource | None = None, decoder: Decoder | None = None) -> str:
         """Return the backend's name, which is checked, or chosen, at the first call, when the device is known.
 
         Args:

@@ -265,7 +265,11 @@ class RayPass(OwnPass):
 
     @property
     def ready(self) -> int:
-        """See :attr:`OwnPass.ready`. The query also starts the transfer of batches from other nodes."""
+        """See :attr:`OwnPass.ready`."""
+        return self._query()
+
+    def _query(self) -> int:
+        """Count the complete batches. The query also starts the transfer of batches from other nodes."""
         results = [pending.result for pending in list(self._asked)]
         if not results:
             return 0
@@ -318,7 +322,7 @@ class RayPass(OwnPass):
         """Return the batch to wait for. Returns None if batches may come in any order and none is complete, or if none
         is requested."""
         if self._far:
-            _ = self.ready  # starts the transfer from other nodes
+            self._query()
         asked = list(self._asked)
         if not asked:
             return None

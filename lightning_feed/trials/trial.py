@@ -49,7 +49,7 @@ def open_files_limit() -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feasible:
+class SettingLimits:
     """Machine limits for each local rank."""
 
     machine: Machine
@@ -111,13 +111,13 @@ class Feasible:
         )
 
 
-def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> Feasible:
+def limits_of(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> SettingLimits:
     """Return the limits of this process for a loader."""
     context: Any = loader.multiprocessing_context
     start_method = machine.start_method
     if context is not None:
         start_method = context.get_start_method()
-    return Feasible(
+    return SettingLimits(
         machine=machine,
         open_files=open_files_limit(),
         local_ranks=local_ranks,

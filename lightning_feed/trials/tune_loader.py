@@ -43,7 +43,7 @@ from lightning_feed.trials.search import (
 )
 from lightning_feed.trials.time_left import TimeLeft
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
+from lightning_feed.trials.trial import TrialLimits, limits_of, run_trial
 from lightning_feed.wording import throughput
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class _Run:
         self._clock = clock
         self._stop = stop
         self._began_s = clock() - min(rehearsal.seconds, self.goal.budget_s / 2)  # the rest of the time is for trials
-        self._feasible = feasible(self.loader, machine, goal.local_ranks)
+        self._setting_limits = limits_of(self.loader, machine, goal.local_ranks)
         self._trials: list[Trial] = []
         self._slowest_s = 0.0
 
@@ -248,7 +248,7 @@ class _Run:
         own = Setting.of(self.loader)
         others = CpuShare()
         cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
-        why_none = why_not_sent(self.loader, self._feasible.start_method)
+        why_none = why_not_sent(self.loader, self._setting_limits.start_method)
         in_place = uses_slots(self.loader) or (self.goal.in_slots and may_use_slots(self.loader))
         space = Space(
             own=own,
@@ -270,7 +270,7 @@ class _Run:
             own=own,
             in_place=best_in_place and self._pinned(best_in_place, own),
             without_workers=self._without_workers(own, alone, choice),
-            reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
+            reason="; ".join([choice.reason, *self._limits_in_words(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
             out_of_time=not choice.finished,
@@ -313,7 +313,7 @@ class _Run:
             return NoAnswer(f"No setting of the loader could be run: no trial ended within {self.goal.budget_s:g} s")
         return LoaderError("No setting of the loader could be run: " + "; ".join(failures))
 
-    def _limits_of(self, choice: Choice, why_none: str) -> Iterator[str]:
+    def _limits_in_words(self, choice: Choice, why_none: str) -> Iterator[str]:
         """The limits of the search, for the reason."""
         if self._rehearsal.refusal is not None:
             yield f"other numbers of workers were not tried: {self._rehearsal.refusal}"
@@ -339,7 +339,7 @@ class _Run:
             raise OutOfTime
         if not self._trials:
             left_s = max(_FIRST_TRIAL_S, left_s)
-        broken_limit = self._feasible.broken(setting, self._trials)
+        broken_limit = self._setting_limits.broken(setting, self._trials)
         if broken_limit:
             return Trial(setting=setting, infeasible=broken_limit)
         patience_s = _FIRST_PATIENCE_S

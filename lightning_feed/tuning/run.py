@@ -42,7 +42,7 @@ from lightning_feed.trials.in_fit import (
 )
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
+from lightning_feed.trials.trial import TrialLimits, limits_of, run_trial
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 from lightning_feed.verdict.paste import Paste, Settings, arguments, pastes
 from lightning_feed.verdict.remedies import DATALOADER
@@ -392,7 +392,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
         A Sweep with the trials ordered by number of workers, and without ``chosen``.
     """
     began_s = time.perf_counter()
-    limits = feasible(loader, read_machine())
+    limits = limits_of(loader, read_machine())
     own = Setting.of(loader)
     trials: list[Trial] = []
     for workers in sorted(set(grid)):

@@ -23,7 +23,7 @@ from lightning_feed.machine.limits import Machine
 from lightning_feed.trials import trial as trial_module
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
-from lightning_feed.trials.trial import Feasible, TrialLimits, run_trial, worker_memory
+from lightning_feed.trials.trial import SettingLimits, TrialLimits, run_trial, worker_memory
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -200,7 +200,7 @@ MACHINE = Machine(
     free_shm_bytes=64 * MIB,
     start_method="fork",
 )
-LIMITS = Feasible(machine=MACHINE, open_files=1196)
+LIMITS = SettingLimits(machine=MACHINE, open_files=1196)
 PROBE = Trial(
     setting=Setting(num_workers=0, prefetch_factor=None), steps_s=(1.0,), batch_bytes=10 * MIB, batch_tensors=2
 )
@@ -301,4 +301,4 @@ def test_open_file_limit_bounds_the_number_of_workers(monkeypatch: pytest.Monkey
 def test_unknown_limits_allow_every_setting(known: int | None) -> None:
     machine = replace(MACHINE, available_memory_bytes=None, free_shm_bytes=None)
     trials = [replace(PROBE, batch_bytes=known, batch_tensors=known)]
-    assert Feasible(machine=machine).broken(setting(512, 64), trials) == ""
+    assert SettingLimits(machine=machine).broken(setting(512, 64), trials) == ""
