@@ -42,7 +42,8 @@ def reason_against(twin: object) -> str | None:
         return "there is no such test"
     if arguments(found[0], "gpu") is not None:
         return "it needs a GPU itself"
-    if "pytest.mark.nightly" in FILES[file].read_text():
+    is_nightly = "pytestmark = pytest.mark.nightly" in FILES[file].read_text()
+    if is_nightly or arguments(found[0], "nightly") is not None:
         return "the gate does not run its file"
     return None
 

@@ -348,7 +348,6 @@ def tell_growth(photos: Path, told: Any) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.xdist_group("forkserver")
 def test_fifty_pipeline_rebuilds_do_not_leak_memory(photos: Path) -> None:
     """Seen: less than 2 MB; 42 MB where each pipeline is left behind, which is planted to see the bound break."""

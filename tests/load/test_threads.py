@@ -17,7 +17,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.threads import _Job, _Plan
+from lightning_feed.load.threads import _BatchInProgress, _PassTasks
 
 
 def threaded(dataset, *, num_workers=2, **options):
@@ -176,7 +176,9 @@ def test_the_first_of_several_errors_in_a_batch_is_raised():
 
 def test_samples_before_a_failed_one_are_still_loaded():
     """Its thread has taken it, and not yet begun."""
-    job = _Job(_Plan(Failing(ValueError(), at=[4, 6]), default_collate, None, batched=True, seed=0), 0, [4, 5, 6])
+    job = _BatchInProgress(
+        _PassTasks(Failing(ValueError(), at=[4, 6]), default_collate, None, batched=True, seed=0), 0, [4, 5, 6]
+    )
     for place in (2, 1, 0):
         thread = threading.Thread(target=job.work, args=(place, 0))  # its generator is not that of the tests' thread
         thread.start()

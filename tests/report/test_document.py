@@ -83,6 +83,7 @@ PLAIN_NUMBERS = {
     "amplification",
     "steps",
     "lost_steps",
+    "warm_up_steps",
     "sampled_steps",
     "max_epochs",
     "queue_ready",
