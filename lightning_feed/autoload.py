@@ -24,7 +24,7 @@ def callbacks() -> list[Any]:
     With these callbacks, only Lightning's own loggers get figures and reports.
 
     Raises:
-        SettingsError: when the variable has any other value, except 0 or empty.
+        SettingsError: if the variable has any other value, except 0 or empty.
     """
     return _callbacks_from("lightning_feed")
 

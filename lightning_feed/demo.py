@@ -83,9 +83,9 @@ def make_images(out: Path, count: int) -> Path:
         count: number of images, 1 to 100,000.
 
     Raises:
-        SettingsError: when ``count`` is out of range.
-        DatasetError: when the images cannot be written.
-        MissingExtraError: when scikit-image is not installed.
+        SettingsError: if ``count`` is out of range.
+        DatasetError: if the images cannot be written.
+        MissingExtraError: if scikit-image is not installed.
     """
     if not 1 <= count <= MOST_IMAGES:
         raise SettingsError(f"images={count}: the demo needs between 1 and {MOST_IMAGES:,} images.")
@@ -135,8 +135,8 @@ def find_images(root: Path, most: int) -> ImageFolder:
     """The images of a folder of class folders. If there are more than ``most``, takes ``most`` images, evenly spaced.
 
     Raises:
-        SettingsError: when ``most`` is below 1.
-        DatasetError: when the folder is missing or holds no class folders with images.
+        SettingsError: if ``most`` is below 1.
+        DatasetError: if the folder is missing or holds no class folders with images.
     """
     if most < 1:
         raise SettingsError(f"images={most}: at least 1 image is needed.")
@@ -460,10 +460,10 @@ def run_demo(*, data: Path | None, out: Path, images: int = IMAGES, epochs: int 
         out: folder for images, reports and TensorBoard logs.
 
     Raises:
-        SettingsError: when ``images`` or ``epochs`` is out of range.
-        DatasetError: when ``data`` holds no readable images, or a file cannot be read.
-        ReportError: when nothing can be written into ``out``.
-        MissingExtraError: when the extra ``demo`` is not installed.
+        SettingsError: if ``images`` or ``epochs`` is out of range.
+        DatasetError: if ``data`` holds no readable images, or a file cannot be read.
+        ReportError: if nothing can be written into ``out``.
+        MissingExtraError: if the extra ``demo`` is not installed.
         KeyboardInterrupt: on Ctrl-C, also where Lightning turns it into an exit.
 
     Returns:

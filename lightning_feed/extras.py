@@ -16,7 +16,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
         why: the feature that needs it, as the subject of a sentence ("making the demo's images").
 
     Raises:
-        MissingExtraError: when the module is not installed.
+        MissingExtraError: if the module is not installed.
 
     Example:
         >>> require("json", extra="demo", why="writing the report").__name__

@@ -93,7 +93,7 @@ class AutotuneCallback(Callback):
             at most 30.
 
     Raises:
-        SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
+        SettingsError: if ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
 
     Example:
         >>> from lightning.pytorch import Trainer

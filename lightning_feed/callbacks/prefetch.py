@@ -73,7 +73,7 @@ class PrefetchCallback(ExactResume):
             ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
 
     Raises:
-        SettingsError: when ``depth`` is not a positive integer, or ``host_keys`` or ``drop_keys`` is a plain string.
+        SettingsError: if ``depth`` is not a positive integer, or ``host_keys`` or ``drop_keys`` is a plain string.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -55,7 +55,7 @@ class GPUStarvationCallback(Callback):
             ``feed_report-2.html``.
 
     Raises:
-        SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on
+        SettingsError: if ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on
             another machine.
 
     Example:

@@ -108,11 +108,11 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         budget_s: approximate total seconds. By default 90, or 30 with ``quick``.
 
     Raises:
-        SettingsError: when there is nothing to load from, or the Trainer cannot be used.
-        ReportError: when ``out`` cannot be written to. Nothing was run then.
-        FeedError: when the unchanged run fails. The cause is attached.
-        DiagnosisFailed: when your code fails later. The exception has the results so far.
-        DiagnosisNotWritten: when the files cannot be written at the end. The exception has the verdict.
+        SettingsError: if there is nothing to load from, or the Trainer cannot be used.
+        ReportError: if ``out`` cannot be written to. Nothing was run then.
+        FeedError: if the unchanged run fails. The cause is attached.
+        DiagnosisFailed: if your code fails later. The exception has the results so far.
+        DiagnosisNotWritten: if the files cannot be written at the end. The exception has the verdict.
         DiagnosisInterrupted: on Ctrl-C. The exception has the results so far.
     """
     if budget_s is None:
@@ -233,7 +233,7 @@ class _Experiments:
             state: the module's state before the run, which is restored before each further fit.
 
         Raises:
-            FeedError: when the unchanged run fails.
+            FeedError: if the unchanged run fails.
         """
         session = self.session
         if session.model is None:

@@ -117,7 +117,7 @@ def check_instance(callback: object, kind: type) -> None:
     """Refuse a callback's class that was passed in place of an object: its hooks would get the Trainer as ``self``.
 
     Raises:
-        SettingsError: when ``callback`` is a class; the message says what to write instead.
+        SettingsError: if ``callback`` is a class; the message says what to write instead.
     """
     if not isinstance(callback, kind):
         raise SettingsError(f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()].")

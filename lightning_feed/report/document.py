@@ -174,7 +174,7 @@ def read_document(path: str | Path) -> Report:
             subfolders.
 
     Raises:
-        ReportError: when there is no report, or when the file cannot be read, is not JSON, is of another version, or
+        ReportError: if there is no report, or when the file cannot be read, is not JSON, is of another version, or
             lacks a part.
     """
     try:
@@ -217,7 +217,7 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
         path: the file that the object was read from.
 
     Raises:
-        ReportError: when the object is not a report of this version, or lacks a part.
+        ReportError: if the object is not a report of this version, or lacks a part.
     """
     if not isinstance(document, dict) or not isinstance(document.get("schema"), str):
         raise ReportError("this is no report of lightning_feed: it has no schema. Give a feed_report.json.")

@@ -337,7 +337,7 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
     of another run, the new ones are named ``feed_report-2``, and so on.
 
     Raises:
-        ReportError: when a file cannot be written.
+        ReportError: if a file cannot be written.
     """
     forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
     names = chain([NAME], (f"{NAME}-{number}" for number in count(2)))
@@ -363,7 +363,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file, and make its folder if needed. An existing file is replaced once the new one is complete.
 
     Raises:
-        ReportError: when the file cannot be written. An existing file is then unchanged.
+        ReportError: if the file cannot be written. An existing file is then unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +377,7 @@ def check_writable(folder: Path) -> None:
     """Check that files can be written into a folder, or into the nearest parent that exists. Leaves no file behind.
 
     Raises:
-        ReportError: when files cannot be written there.
+        ReportError: if files cannot be written there.
     """
     try:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
