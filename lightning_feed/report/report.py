@@ -304,7 +304,7 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     if diagnosis.bottleneck == "compute":
         return _waits_beside_compute(starved_pct, shares)
     if takes_turns(diagnosis):
-        return f"{share} is loading, in turn with {loop}"
+        return f"loading takes {share}, and does not overlap with {loop}"
     if diagnosis.device_type == "cpu":
         return f"{loop} waits for data {share}"
     return f"GPU idle {share} waiting for data"

@@ -412,7 +412,7 @@ def test_no_stage_is_marked_if_loading_and_training_take_turns() -> None:
     workers = (Remedy(code="num_workers=2", why=(), change=Change("num_workers", "2")),)
     assert _narrowest(_pipeline(facts, workers, **rates)) == ["loader"]
     found = _bare(facts=changed_facts(facts, tuned=True), remedies=())
-    assert headline(found) == "highly data-bound: 34 % of each step is loading, in turn with training"
+    assert headline(found) == "highly data-bound: loading takes 34 % of each step, and does not overlap with training"
     assert headline(replace(found, remedies=workers)).endswith("training waits for data 34 % of each step")
     untried = _bare(facts=facts, remedies=())
     assert headline(untried).endswith("training waits for data 34 % of each step")
