@@ -21,6 +21,7 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
 from lightning_feed.measure.stats import RankStats
 from lightning_feed.measure.step_meter import StepMeter, StepTimes
+from lightning_feed.report.words import words
 
 pytestmark = [
     # The ranks of these tests are forked, as with strategy="ddp_fork".
@@ -155,7 +156,8 @@ class Watches(GPUStarvationCallback):
     def on_train_end(self, trainer: Any, *args: Any) -> None:
         super().on_train_end(trainer, *args)
         diagnosis = self.report()
-        told = [diagnosis.bottleneck, " ".join(diagnosis.evidence), trainer.loggers[0].rows]
+        evidence = " ".join(words(note, diagnosis.measurements) for note in diagnosis.evidence)
+        told = [diagnosis.bottleneck, evidence, trainer.loggers[0].rows]
         Path(self.folder, f"{trainer.global_rank}.json").write_text(json.dumps(told))
 
 
