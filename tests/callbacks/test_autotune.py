@@ -702,6 +702,7 @@ def fit_on_a_rank(rank: int) -> Any:
     time_left.LEAST_S = 0.0
     time_left.BLIND_SHARE = math.inf
     search.UNLIKE = math.inf
+    autotune_module.fills_a_cache = lambda *_: False  # type: ignore[assignment]  # a busy machine reads at any speed
     watching = Watching()
     callback = AutotuneCallback(max_workers=3)
     torch.manual_seed(0)
