@@ -11,7 +11,7 @@ import pynvml
 import torch
 
 from lightning_feed.extras import installed_version
-from lightning_feed.machine.limits import Machine, read_machine
+from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.wording import size_text
@@ -46,18 +46,22 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     Args:
         root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
     """
-    machine = read_machine(root)
+    findings: list[Finding] = []
+    for check in (_versions, _gpus, _cpus, _memory):
+        try:
+            findings += check(root)
+        except Exception as error:  # noqa: BLE001  # on a broken machine the other checks still run
+            findings.append(Finding(check.__name__.strip("_"), f"not known: {type(error).__name__}: {error}"))
+    return findings
+
+
+def _versions(_: Path) -> Iterator[Finding]:
+    yield Finding("Python", f"{platform.python_version()}, {platform.platform()}")
     packages = [Finding(name, installed_version(name) or "") for name in PACKAGES]
-    return [
-        Finding("Python", f"{platform.python_version()}, {platform.platform()}"),
-        *(package for package in packages if package.value),
-        *_gpus(),
-        *_cpus(machine, root),
-        *_memory(machine),
-    ]
+    yield from (package for package in packages if package.value)
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus(_: Path) -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -74,7 +78,8 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(f"GPU {index}", str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
 
 
-def _cpus(machine: Machine, root: Path) -> Iterator[Finding]:
+def _cpus(root: Path) -> Iterator[Finding]:
+    machine = read_machine(root)
     usable = machine.usable_cpus
     threads = torch.get_num_threads()
     others_pct = others_pct_now(usable, root) or 0.0
@@ -95,7 +100,8 @@ def _cpus(machine: Machine, root: Path) -> Iterator[Finding]:
     ).only_if(others_pct >= OTHERS_PCT)
 
 
-def _memory(machine: Machine) -> Iterator[Finding]:
+def _memory(root: Path) -> Iterator[Finding]:
+    machine = read_machine(root)
     available_bytes = machine.available_memory_bytes
     if available_bytes is not None:
         yield Finding(

@@ -112,6 +112,16 @@ def test_doctor_advises_on_a_driver_too_old_for_torch(driver: int, said: str, mo
     assert bool(said) == bool(shown["driver"].advice)
 
 
+def test_a_failing_check_is_a_finding_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("GPU is lost")
+
+    monkeypatch.setattr(doctor, "pynvml", SimpleNamespace(NVMLError=OSError, nvmlInit=lost))
+    found = examine()
+    assert Finding("gpus", "not known: RuntimeError: GPU is lost") in found
+    assert {"Python", "CPUs", "memory"} <= {finding.topic for finding in found}
+
+
 def test_doctor_names_no_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         raise OSError

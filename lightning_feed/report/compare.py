@@ -14,10 +14,10 @@ FIGURES = (
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
 _MACHINE = ("platform", "cpu", "device", "usable_cpus")
 """Fields of Environment by which machines are distinguished."""
-_NOT_COMPARED = (
-    *("left_s", "measures", "repeated", "available_memory_bytes", "free_shm_bytes", "cpu_reason", "lightning_feed"),
-)
+_NOT_COMPARED = (*("left_s", "measures", "repeated", "available_memory_bytes", "free_shm_bytes", "cpu_reason"),)
 """Facts that do not explain why a run is faster."""
+_WORDS = {"ours": "FastDataModule", "map_style": "map-style dataset", "decodes_whole": "images decoded whole"}
+"""Fact -> words for it, where its name is hard to understand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Comparison:
     """Samples per second of the later run, divided by those of the earlier; of steps per second if a batch size is
     unknown, and None if a step time is."""
     is_noise: bool
-    """True if the 95 % intervals of the two step times overlap."""
+    """True if the 95 % intervals of the times for a sample overlap."""
     verdict_before: str
     verdict_after: str
     cautions: tuple[str, ...]
@@ -94,10 +94,15 @@ def _times_as_fast(old: dict[str, float | None], new: dict[str, float | None]) -
 
 
 def _overlap(before: Report, after: Report) -> bool:
-    old = before.diagnosis.stats
-    new = after.diagnosis.stats
-    ends = (old.step_low_ms, old.step_high_ms, new.step_low_ms, new.step_high_ms)
-    return None not in ends and ends[0] <= ends[3] and ends[2] <= ends[1]  # type: ignore[operator]
+    ends = [end for report in (before, after) for end in _interval(report)]
+    return len(ends) == 4 and ends[0] <= ends[3] and ends[2] <= ends[1]
+
+
+def _interval(report: Report) -> list[float]:
+    """The 95 % interval of the time for a sample, in milliseconds; empty if it is not known."""
+    stats = report.diagnosis.stats
+    size = report.diagnosis.measurements.facts.loader.batch_size or 1
+    return [ms / size for ms in (stats.step_low_ms, stats.step_high_ms) if ms is not None]
 
 
 def _verdict(report: Report) -> str:
@@ -131,7 +136,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         noise = "within noise: " if comparison.is_noise else ""
         yield f"result   {noise}{comparison.times_as_fast:.2f} times as fast"
     yield f"verdict  {comparison.verdict_before} -> {comparison.verdict_after}"
-    changes = (f"{row.name} {row.before} -> {row.after}" for row in comparison.changed)
+    changes = (f"{_WORDS.get(row.name, row.name)} {row.before} -> {row.after}" for row in comparison.changed)
     yield f"changed  {'; '.join(changes) or 'no setting that the reports name'}"
     yield f"{'':14}{'before':>11}{'after':>11}"
     yield from (_in_line(row) for row in comparison.figures if row.before is not None or row.after is not None)

@@ -124,19 +124,35 @@ class _Adviser:
 
     def step(self) -> _Step:
         """The next step."""
-        diagnosis = self.diagnosis
+        return self._to_mend_first() or self._to_try() or self._to_gain()
+
+    def _to_mend_first(self) -> _Step | None:
+        """The step for a run whose fault matters more than its speed, or that has no verdict; else None."""
         if self.facts.loader.repeated:
             return _Step(
                 "divide the stream in its `__iter__` by `torch.utils.data.get_worker_info()`, or use one worker"
             )
-        if is_toy(diagnosis):
+        if is_toy(self.diagnosis):
             return _Step("use larger batches: no other setting makes steps this short faster")
-        if diagnosis.bottleneck == "unknown":
-            return self._to_a_verdict()
+        return self._to_a_verdict() if self.diagnosis.bottleneck == "unknown" else None
+
+    def _to_try(self) -> _Step | None:
+        """The command that tries lighter samples, or numbers of workers; None if these are no remedy, or were tried.
+
+        A fix that was tried already comes before trials of numbers of workers.
+        """
         if self._should_try_lighter_samples():
             return self._fewer_threads() or self._diagnose(TRIES["lighter samples"])
-        if should_try_workers(diagnosis) and may_be_tuned(self.facts):
-            return _Step(self._tune("tries numbers of workers if samples stay the same, and takes the fastest"))
+        if not should_try_workers(self.diagnosis) or not may_be_tuned(self.facts):
+            return None
+        tried = [remedy for remedy in self.diagnosis.remedies if remedy.tried_ms is not None]
+        if tried:
+            return _Step(_fix(tried[0]))
+        return _Step(self._tune("tries numbers of workers if samples stay the same, and takes the fastest"))
+
+    def _to_gain(self) -> _Step:
+        """The first fix; else what can be said of the bottleneck."""
+        diagnosis = self.diagnosis
         if diagnosis.remedies:
             return _Step(self._in_place() or _fix(diagnosis.remedies[0]))
         if self._rest_may_limit():

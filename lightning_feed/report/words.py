@@ -89,6 +89,8 @@ class _Formatter(string.Formatter):
         """Format one value of a sentence."""
         if not _is_known(value):
             return UNKNOWN
+        if isinstance(value, str):  # a name, also where a file that was changed by hand has it for a figure
+            return value
         if format_spec == "ms":
             return in_ms(value, self._step_ms)
         if format_spec == "rate":
@@ -120,9 +122,8 @@ class _Values:
         return figure if math.isfinite(figure) else 0.0
 
     def word(self, name: str, table: dict[str, str]) -> str:
-        """The words in a table for a name, or the name itself."""
-        value = self._note.names.get(name, UNKNOWN)
-        return table.get(value, value)
+        """The words in a table for a name; unknown for any other name, which must not become a form itself."""
+        return table.get(self._note.names.get(name, ""), UNKNOWN)
 
 
 # --- sentences that depend on what is known -----------------------------------------------------------------------

@@ -425,9 +425,10 @@ def fewer_torch_threads(judged: JudgedRun) -> Remedy | None:
         return None
     present = judged.facts.torch_threads
     return Remedy(
-        code=f"import torch\ntorch.set_num_threads({trial.torch_threads})",
+        code=f"torch.set_num_threads({trial.torch_threads})",
         form="statement",
-        where=f"threads of torch: {present} -> {trial.torch_threads} at the start of your program",
+        where=f"threads of torch: {present} -> {trial.torch_threads} at the start of your program, after "
+        "`import torch`",
         why=(Note.of("threads wait", workers=trial.num_workers),),
         most_gain_pct=100 * (1 - trial.step_ms / trial.own_ms),
         tried_ms=(trial.own_ms, trial.step_ms),

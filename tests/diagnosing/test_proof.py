@@ -151,7 +151,7 @@ def test_diagnosis_trains_with_the_threads_that_workers_leave_cpus_for(
     assert threads == ([1, 2] if workers else [])
     advised = [remedy for remedy in found.remedies if remedy.sets("torch_threads")]
     assert [(remedy.code, remedy.tried_ms, remedy.effects) for remedy in advised] == (
-        [("import torch\ntorch.set_num_threads(1)", (20.0, 10.0), ("sums",))] if workers else []
+        [("torch.set_num_threads(1)", (20.0, 10.0), ("sums",))] if workers else []
     )
 
 

@@ -100,6 +100,19 @@ def test_a_speed_up_within_noise_is_called_noise(after: tuple[float, float, floa
     assert ("result   within noise: " in comparison_text(_times((76.0, 80.0, 84.0), after))) == noise
 
 
+def test_the_same_step_with_twice_as_many_samples_is_no_noise() -> None:
+    before, after = (
+        sample_report(
+            sample(
+                stats=sample_stats(step_low_ms=76.0, step_ms=80.0, step_high_ms=84.0),
+                facts=sample_facts(batch_size=size),
+            )
+        )
+        for size in (32, 64)
+    )
+    assert "result   2.00 times as fast" in comparison_text(compare(before, after))
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
 @given(any_report(finite=False), any_report(finite=False))
 def test_any_two_reports_can_be_compared(before: Report, after: Report) -> None:

@@ -8,7 +8,13 @@ import pytest
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
 from verdict.cases import BUSY, READY, measured
 
-from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, NamedCost
+from lightning_feed.measure.experiment_results import (
+    ExperimentResults,
+    FunctionCost,
+    NamedCost,
+    ThreadsTrial,
+    TriedSetting,
+)
 from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.document import make_report
@@ -155,6 +161,15 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
 )
 def test_next_step_follows_from_the_verdict(found: Diagnosis, step: str) -> None:
     assert next_step(found, RUN, arguments="--epochs 2") == step
+
+
+def test_a_fix_that_training_has_tried_comes_before_trials_of_workers() -> None:
+    own = TriedSetting(num_workers=6, prefetch_factor=2, step_ms=155.0, shortest_ms=150.0, longest_ms=160.0, own=True)
+    threads = ThreadsTrial(torch_threads=1, num_workers=6, step_ms=60.0, own_ms=100.0)
+    experiments = {"tried": (own,), "inconclusive": True, "threads": threads}
+    facts: dict[str, Any] = {"num_workers": 6, "every_num_workers": (6,), "workers": "process", "device_type": "cpu"}
+    found = decide(measured(experiments=experiments, loaders=BUSY, usable_cpus=8, torch_threads=8, **facts))
+    assert next_step(found, RUN).endswith("after `import torch`: `torch.set_num_threads(1)`")
 
 
 def test_a_note_on_validation_time_is_not_the_next_step() -> None:

@@ -83,6 +83,14 @@ def test_sentences_have_the_figures_of_their_note(note: Note, sentence: str) -> 
     assert words(note, MEASURED, diagnose="SELF") == sentence
 
 
+def test_names_of_a_file_are_no_forms() -> None:
+    """A report may have been written by anybody."""
+    evil = "{ms.__class__}{"
+    assert evil not in words(Note.of("part of the step", part=evil, ms=1.0), MEASURED)
+    assert words(Note.of("slow rank", rank=evil), MEASURED).startswith(f"rank {evil} alone")
+    assert words(Note.of("compute share", pct=evil), MEASURED).startswith(evil)
+
+
 def test_times_of_short_steps_have_two_decimals() -> None:
     short = replace(MEASURED, stats=StarvationStats(steps=100, confidence="high", step_ms=3.0))
     assert words(Note.of("short steps", ms=3.0), short).startswith("a step of 3.00 ms")

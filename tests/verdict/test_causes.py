@@ -705,7 +705,7 @@ def _is_sound(diagnosis: Diagnosis) -> None:
         assert remedy.change
         assert remedy.where
         assert remedy.why
-        assert "\n" not in remedy.code or remedy.form in ("replacement", "statement")
+        assert "\n" not in remedy.code or remedy.form == "replacement"
         assert remedy.most_gain_pct is not None
         assert LEAST_GAIN_PCT <= remedy.most_gain_pct <= 100 * (1 + 1e-9)
         assert remedy.least_step_ms is None or 0 <= remedy.least_step_ms <= step * (1 + 1e-9), remedy

@@ -173,7 +173,7 @@ CONTRACTS = {
             "experiments": {"threads": ThreadsTrial(torch_threads=6, num_workers=2, step_ms=60.0, own_ms=100.0)},
         },
         changes="torch_threads=6",
-        code="import torch\ntorch.set_num_threads(6)",
+        code="torch.set_num_threads(6)",
         step_ms=None,
         without={
             "not tried": {"experiments": {}},
@@ -384,7 +384,7 @@ def test_each_remedy_is_given_when_its_conditions_hold(name: str) -> None:
     assert remedy.why
     assert remedy.where
     assert "\n" not in remedy.where + "".join(words(note, diagnosis.measurements) for note in remedy.why)
-    assert remedy.code.count("\n") == (remedy.form in ("replacement", "statement"))  # its import
+    assert remedy.code.count("\n") == (remedy.form == "replacement")  # its import
     assert not any(f"={value}" in remedy.where for value in ("None", "..."))
 
 
