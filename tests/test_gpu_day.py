@@ -133,10 +133,14 @@ def test_results_of_several_calls_are_merged(tmp_path: Path) -> None:
     assert claims(out, "first")[0]["passed"] is True
 
 
+ON_A_CPU_TOO = ("programs", "hand-over", "feed")
+"""Parts that run without a device, too, for minutes."""
+
+
 def test_every_part_reports_a_missing_cuda_device(tmp_path: Path) -> None:
     """The command itself, as users give it."""
     out = tmp_path / "gpu_day.json"
-    names = [each.name for each in gpu_day.PARTS if each.name != "programs"]  # which run on the CPU, too
+    names = [each.name for each in gpu_day.PARTS if each.name not in ON_A_CPU_TOO]
     command = [sys.executable, str(BENCHMARKS / "gpu_day.py"), "--out", str(out), *names]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -155,6 +159,8 @@ def test_gpu_day_runs_every_part_of_the_gpu_programs(
         "gpu_checks.py": set(gpu_checks.CHECKS),
         "gpu_scripts.py": set(gpu_scripts.PARTS),
         "gpu_programs.py": {"programs"},
+        "gpu_hand_over.py": {"hand-over"},
+        "gpu_feed.py": {"feed"},
     }
     for each in gpu_day.PARTS:
         _, program, name = each.command

@@ -198,8 +198,8 @@ MUTANTS = {
     "the decoder's stream is not empty": Mutant(
         NvJpeg,
         "__call__",
-        "self._stream.record_event().synchronize()",
-        "pass",
+        "self._stream.record_event().synchronize()\n    current =",
+        "current =",
         images_are_decoded_into_free_memory,
         "decode on",
     ),
@@ -210,7 +210,7 @@ MUTANTS = {
         NvJpeg, "__call__", WITH_DEVICE, WITHOUT, images_are_decoded_into_free_memory, "handed out"
     ),
     "a decoder of the current device": Mutant(
-        NvJpeg, "__init__", "Stream(device)", "Stream()", images_are_decoded_into_free_memory, "on another device"
+        NvJpeg, "__init__", "Stream(device, ", "Stream(", images_are_decoded_into_free_memory, "on another device"
     ),
     "a ring that is one event too long": Mutant(
         EventRing, "_record", ">= self._size", "> self._size", steps_are_timed, "assert"
