@@ -61,14 +61,19 @@ MEASURED = 4
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    return make_up_trials(monkeypatch.setattr)
+
+
+def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
+    """Trials and steps that take the same time on any machine, and the limits of one machine."""
     made = Trials(THREE_ARE_BEST)
-    monkeypatch.setattr(tune_loader, "run_trial", made)
-    monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
-    monkeypatch.setattr(autotune_module, "PROVING_STEPS", 10**6)
-    monkeypatch.setattr(time_left, "LEAST_S", 0.0)  # these fits end at once
-    monkeypatch.setattr(time_left, "BLIND_SHARE", math.inf)
-    monkeypatch.setattr(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
-    monkeypatch.setattr(autotune_module, "step_noise_ms", lambda run: 0.0)
+    replace_in(tune_loader, "run_trial", made)
+    replace_in(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
+    replace_in(autotune_module, "PROVING_STEPS", 10**6)
+    replace_in(time_left, "LEAST_S", 0.0)  # these fits end at once
+    replace_in(time_left, "BLIND_SHARE", math.inf)
+    replace_in(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
+    replace_in(autotune_module, "step_noise_ms", lambda run: 0.0)
     work_of = autotune_module.work_of
 
     def short_work(measured: Any) -> TrainingWork | None:
@@ -76,7 +81,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
         work = work_of(measured)
         return work and replace(work, step_s=min(work.step_s, 0.01), cpu_s=min(work.cpu_s, 0.01))
 
-    monkeypatch.setattr(autotune_module, "work_of", short_work)
+    replace_in(autotune_module, "work_of", short_work)
     machine = Machine(
         usable_cpus=2,
         cpu_reason="made up",
@@ -84,10 +89,10 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
         free_shm_bytes=2**40,
         start_method=multiprocessing.get_all_start_methods()[0],
     )
-    monkeypatch.setattr(tune_loader, "read_machine", lambda: machine)
-    monkeypatch.setattr(tune_loader, "is_busy", lambda *_: False)
-    monkeypatch.setattr(in_fit, "read_machine", lambda: machine)
-    monkeypatch.setattr(build, "read_machine", lambda: machine)
+    replace_in(tune_loader, "read_machine", lambda: machine)
+    replace_in(tune_loader, "is_busy", lambda *_: False)
+    replace_in(in_fit, "read_machine", lambda: machine)
+    replace_in(build, "read_machine", lambda: machine)
     return made
 
 
@@ -697,11 +702,7 @@ def fit_on_a_rank(rank: int) -> Any:
     import warnings
 
     warnings.simplefilter("ignore")
-    tune_loader.run_trial = made = Trials(THREE_ARE_BEST)  # type: ignore[assignment]
-    autotune_module.MEASURED_STEPS = MEASURED - 20
-    time_left.LEAST_S = 0.0
-    time_left.BLIND_SHARE = math.inf
-    search.UNLIKE = math.inf
+    made = make_up_trials(setattr)
     autotune_module.fills_a_cache = lambda *_: False  # type: ignore[assignment]  # a busy machine reads at any speed
     watching = Watching()
     callback = AutotuneCallback(max_workers=3)
