@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lightning_feed.data.datamodule import FastDataModule as FastDataModule
     from lightning_feed.data.images import ImageFolderDataModule as ImageFolderDataModule
     from lightning_feed.diagnosing import diagnose as diagnose
+    from lightning_feed.diagnosing.tune import tune as tune
     from lightning_feed.errors import FeedError as FeedError
     from lightning_feed.images.dali_binding import DaliOptions as DaliOptions
     from lightning_feed.images.decode_ahead import NvJpegOptions as NvJpegOptions
     from lightning_feed.load.settings import LoaderSettings as LoaderSettings
-    from lightning_feed.tuning.run import tune as tune
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "NvJpegOptions": "lightning_feed.images.decode_ahead",
     "PrefetchCallback": "lightning_feed.callbacks.prefetch",
     "diagnose": "lightning_feed.diagnosing",
-    "tune": "lightning_feed.tuning.run",
+    "tune": "lightning_feed.diagnosing.tune",
     "watch_loader": "lightning_feed.callbacks.watch_loader",
 }
 __all__ = list(_HOMES)

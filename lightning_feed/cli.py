@@ -260,8 +260,8 @@ def _tune(arguments: argparse.Namespace) -> None:
     The program is given as for diagnose. Finds the fewest workers with which training steps are nearly as short as with
     the best setting. Takes about 30 s. The result is remembered.
     """
+    from lightning_feed.diagnosing.tune import run_tune, tuned_document, tuned_text, write_plot
     from lightning_feed.extras import require
-    from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot
 
     plot = arguments.plot
     if plot is not None:

@@ -16,7 +16,7 @@ from lightning_feed.extras import require
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_feed"
 ROAD = ("machine", "storage", "load", "images", "transfer", "measure", "trials", "verdict", "report")
-DOORS = ("_host", "callbacks", "data", "diagnosing", "tuning")
+DOORS = ("_host", "in_fit", "callbacks", "data", "diagnosing")
 """Folders that may import Lightning, each only those before it, and all of the road."""
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 FILES = sorted(PACKAGE.rglob("*.py"))

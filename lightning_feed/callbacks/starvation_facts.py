@@ -122,7 +122,7 @@ def was_tuned(trainer: AnyTrainer) -> bool:
     autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
     if autotune:
         return bool(autotune[0].decided)
-    from lightning_feed.trials.in_fit import is_known  # what only some runs need
+    from lightning_feed.in_fit.goal import is_known  # what only some runs need
 
     return is_known(trainer, _host.train_loaders(trainer))
 

@@ -197,8 +197,7 @@ def attach_tuning(trainer: AnyTrainer, *, given: bool = False) -> None:
         trainer: the Trainer of a fit.
         given: True for a callback that only watches the workers that the user has asked for.
     """
-    from lightning_feed.callbacks.autotune import AutotuneCallback
-    from lightning_feed.callbacks.given_workers import GivenWorkers
+    from lightning_feed.callbacks.autotune import AutotuneCallback, GivenWorkers
 
     callbacks = _host.callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if type(callback) is not GivenWorkers]  # of an earlier fit

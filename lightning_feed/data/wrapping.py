@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer, Original
-from lightning_feed.callbacks.given_workers import WITHOUT_WORKERS
+from lightning_feed.callbacks.autotune import WITHOUT_WORKERS
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, attach_tuning, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyDataset

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from lightning_feed.diagnosing.batches import idle_clone, own_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.diagnosing.short_fits import FitLength, time_fit
+from lightning_feed.in_fit.replaced_loader import with_setting
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Setting
 from lightning_feed.measure.experiment_results import ThreadsTrial
 from lightning_feed.measure.windows import WARM_UP_STEPS
-from lightning_feed.trials.in_fit import with_setting
 from lightning_feed.trials.search import ALIKE
 from lightning_feed.trials.tune_loader import Tuned
 

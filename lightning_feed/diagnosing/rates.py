@@ -9,12 +9,12 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, fresh, key_bytes
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.in_fit.goal import KEEPS, fills_a_cache, rehearsal_of, why_fixed, why_left_alone, work_of
 from lightning_feed.load.child import NoAnswer
 from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.worker import original_error
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
 from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself
-from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, rehearsal_of, why_fixed, why_left_alone, work_of
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 

@@ -189,7 +189,7 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     """Find the setting of a loader with which training is fastest. The loader itself is not iterated.
 
     Args:
-        loader: a DataLoader or a FeedLoader with a map-style dataset: see :func:`in_fit.why_fixed`.
+        loader: a DataLoader or a FeedLoader with a map-style dataset: see :func:`lightning_feed.in_fit.goal.why_fixed`.
         goal: the work of training, and limits; None for a Goal with its defaults.
         rehearsal: the rehearsal of the loader. After a refusal its number of workers stays. None if samples are known
             to stay the same.

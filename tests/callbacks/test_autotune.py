@@ -27,12 +27,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trial_steps import THREE_ARE_BEST, Trials
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
-from lightning_feed.callbacks import autotune as autotune_module
+from lightning_feed.callbacks import fit_tuning
 from lightning_feed.callbacks import starvation as starvation_module
 from lightning_feed.callbacks import starvation_run as starvation_run_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.in_fit import goal as goal_file
 from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
@@ -40,7 +41,7 @@ from lightning_feed.machine.limits import Machine
 from lightning_feed.machine.private_files import cache_folder
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
-from lightning_feed.trials import in_fit, search, time_left, tune_loader
+from lightning_feed.trials import search, time_left, tune_loader
 from lightning_feed.trials.training_work import TrainingWork
 
 pytestmark = [
@@ -68,20 +69,20 @@ def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
     """Trials and steps that take the same time on any machine, and the limits of one machine."""
     made = Trials(THREE_ARE_BEST)
     replace_in(tune_loader, "run_trial", made)
-    replace_in(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
-    replace_in(autotune_module, "PROVING_STEPS", 10**6)
+    replace_in(fit_tuning, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
+    replace_in(fit_tuning, "PROVING_STEPS", 10**6)
     replace_in(time_left, "LEAST_S", 0.0)  # these fits end at once
     replace_in(time_left, "BLIND_SHARE", math.inf)
     replace_in(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
-    replace_in(autotune_module, "step_noise_ms", lambda run: 0.0)
-    work_of = autotune_module.work_of
+    replace_in(fit_tuning, "step_noise_ms", lambda run: 0.0)
+    work_of = fit_tuning.work_of
 
     def short_work(measured: Any) -> TrainingWork | None:
         """On a busy machine a step takes 50 ms, for which two made-up workers would be enough."""
         work = work_of(measured)
         return work and replace(work, step_s=min(work.step_s, 0.01), cpu_s=min(work.cpu_s, 0.01))
 
-    replace_in(autotune_module, "work_of", short_work)
+    replace_in(fit_tuning, "work_of", short_work)
     machine = Machine(
         usable_cpus=2,
         cpu_reason="made up",
@@ -91,7 +92,7 @@ def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
     )
     replace_in(tune_loader, "read_machine", lambda: machine)
     replace_in(tune_loader, "is_busy", lambda *_: False)
-    replace_in(in_fit, "read_machine", lambda: machine)
+    replace_in(goal_file, "read_machine", lambda: machine)
     replace_in(build, "read_machine", lambda: machine)
     return made
 
@@ -262,12 +263,12 @@ def test_the_users_number_of_workers_hands_over_in_place_if_training_gains(
     trials.steps_s = ONE
     trials.in_place_share = share
     if "pin" not in seen:
-        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
+        monkeypatch.setattr(fit_tuning, "REGISTERING_DEVICES", ("cpu",))
     if "never" in seen:
-        monkeypatch.setattr(autotune_module, "ALIKE", math.inf)
+        monkeypatch.setattr(fit_tuning, "ALIKE", math.inf)
     steps_ms = iter([10.0, after_ms])
-    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
-    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
     places = []
     looking = LambdaCallback(on_train_batch_end=lambda trainer, *_: places.append(place_of(trainer)))
     loaders = plain(batch_size=1, num_workers=1)
@@ -297,8 +298,8 @@ def test_the_next_run_tries_again_if_training_could_not_compare(
     """The first fit ends before the proof. Where nothing has to be proven, its result is remembered."""
     trials.steps_s = ONE
     if is_cuda:
-        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
-        monkeypatch.setattr(autotune_module, "ALIKE", 1.0)  # any wait is worth it
+        monkeypatch.setattr(fit_tuning, "REGISTERING_DEVICES", ("cpu",))
+        monkeypatch.setattr(fit_tuning, "ALIKE", 1.0)  # any wait is worth it
     counts = []
     for _ in range(2):
         fit([AutotuneCallback(max_workers=1)], plain(batch_size=1, num_workers=1), max_epochs=1)
@@ -427,8 +428,8 @@ def test_only_a_slower_setting_is_reverted_and_samples_stay_the_same(
 ) -> None:
     """Trials imitate training, and may be wrong; samples, their order and the weights stay the same all the time."""
     steps_ms = iter([10.0, after_ms])
-    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
-    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
     expected, _, _ = fit([], LOADERS[made], max_epochs=4)
     callback = AutotuneCallback(max_workers=3)
     changed, _, error = fit([callback], LOADERS[made], max_epochs=4)
@@ -447,8 +448,8 @@ def test_a_slower_setting_is_reverted_within_the_same_epoch(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps_ms = iter([10.0, 12.5])
-    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
-    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
     caplog.set_level(logging.INFO, logger="lightning_feed")
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(batch_size=1, num_workers=1), max_epochs=2)
@@ -467,8 +468,8 @@ def test_no_workers_are_compared_by_training_where_trials_cannot_tell(
     steps_ms = iter([10.0, without_ms])
     trials.steps_s = {0: 0.001, 1: 0.09}
     monkeypatch.setattr(search, "UNLIKE", 1.25)
-    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
-    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
     caplog.set_level(logging.INFO, logger="lightning_feed")
     watching = Watching()
     loaders = plain(batch_size=1, num_workers=1)
@@ -514,7 +515,7 @@ def test_no_workers_are_not_compared_where_an_epoch_cannot_change_its_loader(
 ) -> None:
     trials.steps_s = {0: 0.001, 1: 0.09}
     monkeypatch.setattr(search, "UNLIKE", 1.25)
-    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: 10.0)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: 10.0)
     watching = Watching()
     callback = AutotuneCallback(max_workers=3)
     fit([callback, watching], plain(batch_size=1, num_workers=1, in_order=False), max_epochs=2)
@@ -539,7 +540,7 @@ def test_a_fit_that_ends_within_a_minute_gets_a_sentence_instead_of_trials(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(time_left, "LEAST_S", 60.0)
-    monkeypatch.setattr(autotune_module, "rehearsal_of", None)  # nor a rehearsal
+    monkeypatch.setattr(fit_tuning, "rehearsal_of", None)  # nor a rehearsal
     caplog.set_level(logging.INFO, logger="lightning_feed")
     fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
     assert (callback.moves, trials.settings) == ((), [])
@@ -587,7 +588,7 @@ def test_a_time_limit_of_the_trainer_is_known(trials: Trials) -> None:
 
 
 def test_a_fit_that_is_too_short_is_not_tuned(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune_module, "MEASURED_STEPS", 20)
+    monkeypatch.setattr(fit_tuning, "MEASURED_STEPS", 20)
     fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
     assert (callback.moves, trials.settings) == ((), [])
 
@@ -639,7 +640,7 @@ def test_a_second_autotune_callback_does_nothing(trials: Trials, caplog: pytest.
 
 def test_real_trials_leave_the_run_and_the_trainer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which setting is found is left to chance."""
-    monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "MEASURED_STEPS", MEASURED - 20)
     loaders = plain(num_workers=1)
     expected, trainer, _ = fit([], loaders, max_epochs=3)
     callback = AutotuneCallback(max_workers=2, budget_s=3)
@@ -703,7 +704,7 @@ def fit_on_a_rank(rank: int) -> Any:
 
     warnings.simplefilter("ignore")
     made = make_up_trials(setattr)
-    autotune_module.fills_a_cache = lambda *_: False  # type: ignore[assignment]  # a busy machine reads at any speed
+    fit_tuning.fills_a_cache = lambda *_: False  # type: ignore[assignment]  # a busy machine reads at any speed
     watching = Watching()
     callback = AutotuneCallback(max_workers=3)
     torch.manual_seed(0)

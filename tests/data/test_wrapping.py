@@ -32,12 +32,12 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings, _host
-from lightning_feed.callbacks.tuned_loader import LOOK_STEPS
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
+from lightning_feed.in_fit.replaced_loader import with_setting
+from lightning_feed.in_fit.tuned_loader import LOOK_STEPS
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
-from lightning_feed.trials.in_fit import with_setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)

@@ -11,13 +11,13 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing import diagnose, proof, rates, run
+from lightning_feed.diagnosing import tune as tuning
 from lightning_feed.diagnosing.proof import Proof, prove, proven
 from lightning_feed.diagnosing.session import open_session
+from lightning_feed.diagnosing.tune import tune
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Tuned
-from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.run import tune
 
 OWN = Setting(num_workers=0)
 CHOSEN = Setting(num_workers=1, prefetch_factor=2, persistent_workers=True)

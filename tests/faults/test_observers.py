@@ -25,13 +25,14 @@ from trial_steps import Trials
 
 import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
-from lightning_feed.callbacks import autotune, starvation_run
+from lightning_feed.callbacks import fit_tuning, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
+from lightning_feed.in_fit import goal as goal_file
 from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.slot_loaders import in_slots
 from lightning_feed.measure import guard, hook_times, loop
 from lightning_feed.measure.step_meter import EventRing
-from lightning_feed.trials import in_fit, tune_loader
+from lightning_feed.trials import tune_loader
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
@@ -224,12 +225,12 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(loop, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_TIMED", 1)
-    monkeypatch.setattr(autotune, "MEASURED_STEPS", 1)
-    monkeypatch.setattr(autotune, "PROVING_STEPS", 1)
+    monkeypatch.setattr(fit_tuning, "MEASURED_STEPS", 1)
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", 1)
 
     monkeypatch.setattr(tune_loader.Store, "load", lambda *_: None)  # each fit makes its trials
     monkeypatch.setattr(tune_loader, "run_trial", Trials({0: 0.1, 1: 0.1, 2: 0.03}))
-    monkeypatch.setattr(in_fit, "rehearse", lambda *_, **__: Rehearsal())
+    monkeypatch.setattr(goal_file, "rehearse", lambda *_, **__: Rehearsal())
 
 
 FITS = (with_loggers, with_workers, with_moves)

@@ -201,8 +201,8 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
                 starvation._run.main.meter.finished = None  # type: ignore[assignment]
-                assert autotune._loader is not None
-                autotune._loader.epoch_begins = None  # type: ignore[method-assign, assignment]
+                assert autotune._tuning is not None
+                autotune._tuning.loader.epoch_begins = None  # type: ignore[method-assign, assignment]
 
     torch.manual_seed(0)
     model = BoringModel()

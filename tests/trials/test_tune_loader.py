@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.in_fit.goal import name_of_model
 from lightning_feed.load.child import Stopped
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import Setting
 from lightning_feed.machine import private_files
 from lightning_feed.machine.limits import Machine
 from lightning_feed.trials import tune_loader as door
-from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.time_left import BLIND_SHARE, GAIN_SHARE, MOST_S, TimeLeft
 from lightning_feed.trials.training_work import TrainingWork

@@ -17,14 +17,14 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.starvation_loggers import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
+from lightning_feed.diagnosing import tune as tuning
+from lightning_feed.diagnosing.tune import tune, tuned_document, tuned_text, ways_to_apply
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.settings import Setting
 from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Tuned
-from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.run import tune, tuned_document, tuned_text, ways_to_apply
 
 FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
 OWN = Setting(num_workers=0)

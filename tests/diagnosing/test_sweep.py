@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_feed.diagnosing import tune as sweep_file
+from lightning_feed.diagnosing.tune import Sweep, sweep_loader, write_plot
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.settings import Setting
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.trial import TrialLimits
-from lightning_feed.tuning import run as sweep_file
-from lightning_feed.tuning.run import Sweep, sweep_loader, write_plot
 
 
 def trial(setting: Setting) -> Trial:

@@ -1,11 +1,9 @@
-"""Tuning within a fit: the goal of a run, one result for all ranks, and the tuned loader."""
+"""Reasons to leave the loader of a fit alone, the goal of tuning it, and one result for all ranks."""
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +12,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.kinds import AnyIterator, Batch, Index
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import DrawsOf, size_of
-from lightning_feed.load.processes import shut_down_workers
+from lightning_feed.load.order import size_of
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.rehearsal import Refusal, Rehearsal, rehearse
-from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster, Setting
+from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
-from lightning_feed.trials.cloning import clone_with, has_threads, set_hand_over
+from lightning_feed.trials.cloning import has_threads
 from lightning_feed.trials.time_left import MOST_S
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Key, Store, Tuned, key_of, tune_loader
@@ -228,179 +225,3 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
             )
     tuned: Tuned = next(of_node for node, of_node in answers if node == trainer.node_rank and of_node is not None)
     return tuned
-
-
-# --- the tuned loader ------------------------------------------------------------------------------------------------
-
-
-def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers and the same order of samples.
-
-    A separate generator seeds the copy's workers. The seed that the given loader would draw for its workers is still
-    drawn, so that samplers and model draw the same numbers afterwards.
-
-    Args:
-        loader: a loader for which :func:`why_fixed` returns nothing. It stays unchanged.
-        setting: the values to set.
-    """
-    values: dict[str, Any] = {
-        "num_workers": setting.num_workers,
-        "prefetch_factor": setting.prefetch_factor,
-        "persistent_workers": setting.persistent_workers,
-        "pin_memory": setting.pin_memory,
-    }
-    if isinstance(loader, FeedLoader):
-        if setting.num_workers:
-            values["workers"] = setting.workers
-        if loader.draws is None:
-            values |= {"draws": DrawsOf(loader), "generator": _seeds_for(loader)}
-    else:
-        name = _sampler_name(loader)
-        source = getattr(loader, name)
-        if isinstance(source, SameDraws):
-            source.keep(setting.batches_ahead)
-        else:
-            draws = SameDraws(source, loader, ahead=setting.batches_ahead)
-            values |= {name: draws, "generator": _seeds_for(loader)}
-    clone = clone_with(loader, **values)
-    if isinstance(clone, FeedLoader) and isinstance(loader, FeedLoader):
-        clone.follow(loader)
-    set_hand_over(clone, setting)
-    return clone
-
-
-@dataclass(frozen=True)
-class RestOfEpoch:
-    """The rest of an epoch, loaded by other workers."""
-
-    loader: DataLoader[Batch]
-    """The loader that yields the rest."""
-    batches: Iterator[Batch]
-    """The loader's iterator."""
-
-
-def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> RestOfEpoch | None:
-    """The rest of the current epoch, loaded by other workers; None if the order of batches does not allow it.
-
-    Args:
-        loader: the loader in use, a result of :func:`with_setting` or of this function, or a FeedLoader.
-        iterator: the loader's iterator, from which the last batches came.
-        setting: the values for the rest of the epoch.
-    """
-    if not getattr(loader, "in_order", True):
-        return None
-    if isinstance(loader, FeedLoader):
-        if not loader.may_draw_again():
-            return None
-        clone = with_setting(loader, setting)
-        assert isinstance(clone, FeedLoader)
-        clone.load_state_dict(loader.state_dict())
-        with torch.random.fork_rng(devices=[]):  # the original loader draws its seeds only once in an epoch
-            return RestOfEpoch(clone, iter(clone))
-    name = _sampler_name(loader)
-    draws = getattr(loader, name)
-    if not isinstance(draws, _Draws):
-        return None
-    indices = draws.rest(iterator._num_yielded)
-    values: dict[str, Any] = {name: Rest(indices, setting.batches_ahead), "generator": _seeds_for(loader)}
-    values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
-    rest = clone_with(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
-    set_hand_over(rest, setting)
-    return RestOfEpoch(rest, iter(rest))
-
-
-def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) -> None:
-    """End the workers of a loader: persistent ones that it keeps, and those of its current ``iterator``."""
-    if isinstance(loader, FeedLoader):
-        loader.close()  # else a thread that reads ahead would go on
-    kept = loader._iterator
-    loader._iterator = None
-    shut_down_workers(kept)
-    if iterator is not None and iterator is not kept and hasattr(iterator, "_shutdown_workers"):
-        shut_down_workers(iterator)
-
-
-def _sampler_name(loader: DataLoader[Batch]) -> str:
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
-def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
-    own = loader.generator
-    seed = torch.initial_seed() if own is None else own.initial_seed()
-    return torch.Generator(torch.empty(0).device if own is None else own.device).manual_seed(seed)
-
-
-class _Draws:
-    """Iterates over a sampler's indices, and keeps the latest, so that other workers can load the rest of a pass.
-
-    Args:
-        ahead: the largest number of indices drawn for batches that the workers have not handed over yet.
-    """
-
-    def __init__(self, ahead: int) -> None:
-        self._count = 0
-        self._recent: deque[Index] = deque(maxlen=ahead + 1)
-        self._walk: Iterator[Index] = iter(())
-
-    def _draw(self, indices: Iterator[Index]) -> Iterator[Index]:
-        self._count = 0
-        self._recent.clear()
-        self._walk = indices
-        for index in indices:
-            self._count += 1
-            self._recent.append(index)
-            yield index
-
-    def keep(self, ahead: int) -> None:
-        """Keep enough indices for workers that load ``ahead`` batches ahead."""
-        self._recent = deque(self._recent, maxlen=ahead + 1)
-
-    def rest(self, yielded: int) -> Iterator[Index]:
-        """The indices of the current pass after the first ``yielded`` batches, which the loader has yielded."""
-        drawn_ahead = self._count - yielded
-        recent = list(self._recent)
-        return chain(recent[len(recent) - drawn_ahead :], self._walk)
-
-
-class SameDraws(_Draws):
-    """A sampler that draws the same samples as the original loader, with any number of workers.
-
-    At the beginning of a pass, torch begins an iteration of the sampler, draws a seed for the workers, and begins
-    another iteration if it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and
-    ``_MultiProcessingDataLoaderIter._reset``).
-
-    Args:
-        source: the sampler.
-        loader: the original loader.
-        ahead: the largest number of indices drawn for batches that the workers have not handed over yet.
-    """
-
-    def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:
-        self.source = source
-        super().__init__(ahead)
-        self._draws = DrawsOf(loader)
-
-    def __iter__(self) -> Iterator[Index]:
-        indices = iter(self.source)
-        if self._draws.draw_seed() and self._draws.processes:
-            indices = iter(self.source)
-        yield from self._draw(self._draws.walk(indices, size_of(self.source)))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # still missing while a copy is made
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-
-class Rest(_Draws):
-    """A sampler that yields the rest of an epoch, and can be iterated once."""
-
-    def __init__(self, indices: Iterator[Index], ahead: int) -> None:
-        super().__init__(ahead)
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Index]:
-        return self._draw(self._indices)

@@ -11,10 +11,10 @@ from measure.test_ranks_gloo import in_ranks
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.in_fit import goal as goal_file
 from lightning_feed.load import rank_store
 from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials import in_fit
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Goal, Tuned
 
@@ -43,10 +43,10 @@ def tune_on_a_rank(rank: int, how: str) -> dict[str, Any]:
             raise DatasetError("sample 3 is broken.")
         return FOUND
 
-    in_fit.tune_loader = tune_loader
+    goal_file.tune_loader = tune_loader
     trainer = SimpleNamespace(world_size=2, local_rank=rank, node_rank=0)
     try:
-        tuned = in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal(local_ranks=2), Rehearsal())
+        tuned = goal_file.tune_for_fit(DataLoader(Rows()), trainer, Goal(local_ranks=2), Rehearsal())
     except (DatasetError, LoaderError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     assert tuned is not None
@@ -100,12 +100,12 @@ def test_error_of_the_tuning_rank_is_raised_on_both_ranks(told: list[Any]) -> No
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_node_uses_its_own_tuning_result(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(FOUND, reason="the other node's")
-    monkeypatch.setattr(in_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, other), (1, None)])
+    monkeypatch.setattr(goal_file, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, other), (1, None)])
     trainer = SimpleNamespace(local_rank=1, node_rank=node, world_size=4)
-    assert in_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
+    assert goal_file._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
 
 
 def test_ranks_not_connected_by_torch_distributed_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(world_size=2)
-    assert in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal(), Rehearsal()) is None
+    assert goal_file.tune_for_fit(DataLoader(Rows()), trainer, Goal(), Rehearsal()) is None
     assert "torch.distributed does not connect the ranks" in caplog.text

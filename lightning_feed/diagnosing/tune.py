@@ -22,6 +22,15 @@ from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import FitLength, replay
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import require
+from lightning_feed.in_fit.goal import (
+    KEEPS,
+    fills_a_cache,
+    name_of_model,
+    rehearsal_of,
+    steps_per_epoch,
+    why_fixed,
+    why_left_alone,
+)
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
@@ -31,15 +40,6 @@ from lightning_feed.machine.limits import read_machine
 from lightning_feed.machine.private_files import atomic_write
 from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.trials.cloning import Changes, clone_loader
-from lightning_feed.trials.in_fit import (
-    KEEPS,
-    fills_a_cache,
-    name_of_model,
-    rehearsal_of,
-    steps_per_epoch,
-    why_fixed,
-    why_left_alone,
-)
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, limits_of, run_trial

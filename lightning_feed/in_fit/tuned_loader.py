@@ -6,10 +6,10 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
+from lightning_feed.in_fit.replaced_loader import RestOfEpoch, end_workers, rest_of_epoch, with_setting
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.probe import Probe
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials.in_fit import RestOfEpoch, end_workers, rest_of_epoch, with_setting
 
 LOOK_STEPS = 10
 """Steps of an epoch after which to look if the dataset has changed within the epoch."""

@@ -3,8 +3,8 @@
 import pytest
 from trials.machines import workers
 
+from lightning_feed.in_fit.comparison import Comparison
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials.comparison import Comparison
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Tuned
 
