@@ -6,26 +6,23 @@ Lightning to inspect and copy, and nothing private in torch is overridden. The o
 use is ``_iterator``, where torch keeps persistent workers and Lightning looks for them (torch 2.6 to 2.15).
 """
 
-import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import FeedError, SettingsError
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
+from lightning_feed.load.inner_loader import iterator_of, map_loader, stream_loader
 from lightning_feed.load.kinds import AnyDataset, Batch, State
-from lightning_feed.load.loader_pass import NO_SUBSTITUTES, LoaderPass, Substitutes
+from lightning_feed.load.loader_pass import NO_SUBSTITUTES, LoaderPass
 from lightning_feed.load.order import (
     DrawsOf,
     EpochOrder,
-    PassGenerator,
     drawing_device,
     has_set_epoch,
     mix_seed,
@@ -33,47 +30,28 @@ from lightning_feed.load.order import (
     ranks_of_run,
     size_of,
 )
+from lightning_feed.load.passes import Passes, is_stale
 from lightning_feed.load.position import (
     IndexSource,
     Position,
     draws_again,
-    draws_same_order,
     find_samplers,
     is_ours,
     state_of_sampler,
 )
-from lightning_feed.load.processes import TorchBatches, shut_down_workers
+from lightning_feed.load.processes import TorchBatches
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.slots import own_forks
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.streams import RepeatsWarning, may_repeat
-from lightning_feed.load.worker import failed_in_worker, original_error, refuse_unsendable
 
 if TYPE_CHECKING:  # imported only by loaders that use them
-    from lightning_feed.load.probe import Probe
+    from lightning_feed.load.probe import AddedWorkers
     from lightning_feed.load.watchdog import Watch
 
 logger = logging.getLogger(__name__)
-
-_LATER_LOOK = 10
-"""Number of batches of the first pass after which a probed loader looks again if its dataset has changed."""
-_OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
-# All other arguments of the installed torch's DataLoader are passed to the inner loader unchanged.
-_PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
-
-
-def _as_default(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is the default device.
-
-    Does nothing if ``device`` is the default already: a device context slows each call of torch, and forked workers
-    inherit it.
-    """
-    # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
-    if torch.empty(0).device == device:
-        return nullcontext()
-    return device
 
 
 class FeedLoader(DataLoader[Batch]):
@@ -147,150 +125,81 @@ class FeedLoader(DataLoader[Batch]):
 
     def forget(self) -> None:
         """Start over with the current attributes, without a position or workers."""
-        self._stream = isinstance(self.dataset, IterableDataset)
-        self._has_own_workers = self.workers != "process" and self.num_workers > 0
         if self._has_own_workers:
-            self._check_own_workers()
+            _check_own_workers(self)
         inner = self.sampler if self.batch_sampler is None else self.batch_sampler
-        samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
+        samplers = {} if self._is_stream else find_samplers(self.sampler, self.batch_sampler)
         self._index = IndexSource(inner, samplers, self.draws)
-        self._sample_seed: int | None = None
-        self._probed = False
-        self._repeats: RepeatsWarning | None = None
-        self._iterator = None
-        self._is_first = True
-        """True if no batch was yielded before the latest pass."""
-        self._probe: Probe | None = None
-        """The samples as the workers make them; None if they are not compared."""
-        self._refers_to_shared: bool | None = None
-        """True if the dataset refers to objects that processes share; None if nobody has looked yet."""
+        self._passes = Passes(self._index, self._configuration())
         self._live: weakref.ref[LoaderPass] | None = None
         """The latest pass, if it is still in use."""
-        self._position: Position | None = None
-        """The position of the latest pass."""
-        self._pending: LoaderState | None = None
-        """A loaded state, from which the next pass resumes."""
-        self._configuration = self._state_before_any_pass()
-        """The configuration at the start of the latest pass."""
+        self._iterator = None
+        self._added: AddedWorkers | None = None
+        """The watch over workers that the user has not asked for; None until a pass of such workers begins."""
+        self._has_tried_threads = False
+        """True once worker threads have tried a sample in two threads at once."""
+        self._repeats: RepeatsWarning | None = None
+        """Compares batches of the workers of a stream; None if they are not compared."""
+        self._refers_to_shared: bool | None = None
+        """True if the dataset refers to objects that processes share; None if nobody has looked yet."""
 
-    def _check_own_workers(self) -> None:
-        name = "ray" if isinstance(self.workers, RayCluster) else self.workers
-        if self._stream:
-            raise SettingsError(
-                f"workers={name!r} cannot load {type(self.dataset).__name__}, an IterableDataset: "
-                "get_worker_info() is None in these workers, so it cannot divide its samples. Use "
-                "workers='process', or LoaderSettings(num_workers=0, background=2), which reads it in one thread."
-            )
-        function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        # seed_everything(workers=True) makes Lightning set a function. It is not needed: each sample has a generator.
-        if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
-            logger.warning(
-                "worker_init_fn=%r is not called with workers=%r: it would change the "
-                "training process, or a process that serves other loaders too. Keep the state of each worker "
-                "in a threading.local().",
-                function,
-                name,
-            )
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _has_own_workers(self) -> bool:
+        """True if batches come from worker threads or from Ray."""
+        return self.workers != "process" and self.num_workers > 0
 
     def follow(self, other: "FeedLoader") -> None:
         """Replace another loader of the same samples, continuing after its latest pass."""
-        self._position = other._position
+        self._passes.latest = other._passes.latest
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
+        """Begin a pass. Ends the pass before if both would use the same workers.
+
+        Persistent workers may have begun the pass already. Otherwise the index source gets the position of the pass
+        before the workers start, because they request indices at once. The samplers are seeded when the first index is
+        requested, which is after torch has drawn the seed of its workers: see :meth:`Position.begin`.
+        """
         if self.persistent_workers or self.background or self.decode is not None:
             self.close()  # workers and decoders serve one pass at a time; two passes would share one dataset
-        if self._iterator is not None and self._has_changed():
-            shut_down_workers(self._iterator)
-            self._probe = None
-        self._is_first = self._position is None or not self._position.batches
-        resume = self._take_pending()
+        if self.probed:
+            self._watch_over_workers().pass_begins(self, self._passes.latest)
+        resume = self._passes.take_resume(self.order)
         position = None
         if resume is None:
-            position = self._take_pass_under_way()
+            position = self._passes.take_begun(self.order, self._iterator)
         if position is None:
             position = self._new_position(resume)
-            self._give_out(position)
+            self._passes.give_out(position, self._configuration())
             with own_forks():
                 maker = self._maker(position)
             position.begin(self._index.samplers)  # no effect if torch has requested an index already
         else:
-            self._give_out(position)
+            self._passes.give_out(position, self._configuration())
             self._draw_seed()
             workers: Any = self._iterator
             maker = TorchBatches(workers, position)
-        self._position = position
+        self._passes.latest = position
         batches = self._with_later_stages(maker, position)
         self._live = weakref.ref(batches)
         return batches
 
-    def _has_changed(self) -> bool:
-        """True if the dataset has changed since its workers started."""
-        return self._probe is not None and self._probe.changed()
+    def _watch_over_workers(self) -> "AddedWorkers":
+        if self._added is None:
+            from lightning_feed.load.probe import AddedWorkers
 
-    def _look(self, taken: int) -> LoaderPass | None:
-        """Look if the dataset has changed since the first pass began, before a batch of this pass.
+            self._added = AddedWorkers()
+        return self._added
 
-        Lightning begins the first pass before the hooks of the first epoch, in which the program may change the
-        dataset.
-
-        Args:
-            taken: number of batches taken from the pass.
-
-        Returns:
-            The pass to go on with, in place of the present one; None to go on with that.
-        """
-        if taken not in (0, _LATER_LOOK) or not self._has_changed():
-            return None
-        if not self.may_draw_again():
-            logger.warning(
-                "The program has changed the dataset (%s) since its worker processes started, and its sampler cannot "
-                "repeat its order, so this epoch goes on without the change. Set num_workers=0.",
-                type(self.dataset).__name__,
-            )
-            return None
-        state = self.state_dict()
-        shut_down_workers(self._iterator)
-        if taken:
-            logger.warning(
-                "The program changes the dataset (%s) within an epoch, which worker processes cannot see. From batch "
-                "%d on, batches are made without workers.",
-                type(self.dataset).__name__,
-                taken,
-            )
-            self._give_up_workers()
-        return self._rest_from(state)
-
-    def _recover(self, error: BaseException) -> LoaderPass | None:
-        """Go on without the workers that the user has not asked for, if the user's code fails in them.
-
-        Code may fail only there: a worker may have no processes of its own, for example. If it fails everywhere, the
-        error comes again.
-        """
-        if not failed_in_worker(error) or isinstance(error, FeedError) or not self.may_draw_again():
-            return None
-        logger.warning(
-            "The dataset (%s) fails in worker processes (%s), so from now on batches are made without them. If the "
-            "error comes again, the workers are not its cause.",
-            type(self.dataset).__name__,
-            ": ".join(original_error(error)),
-        )
-        state = self.state_dict()
-        shut_down_workers(self._iterator)
-        self._give_up_workers()
-        return self._rest_from(state)
-
-    def _give_up_workers(self) -> None:
+    def give_up_workers(self) -> None:
+        """Make batches without workers from the next pass on."""
         # Torch refuses to change some of these attributes in the usual way.
         vars(self).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         self.multiprocessing_context = None
         self.probed = False
-
-    def _rest_from(self, state: State) -> LoaderPass:
-        """Begin a pass that yields the rest of the present one."""
-        self._probe = None
-        self.load_state_dict(state)
-        with torch.random.fork_rng(devices=[]):  # the pass has drawn its seeds already
-            return iter(self)
 
     def _with_later_stages(self, maker: Maker, position: Position) -> LoaderPass:
         stages: list[Stage] = [maker]
@@ -304,20 +213,15 @@ class FeedLoader(DataLoader[Batch]):
             stages.append(Decoding(self.decode, stages[-1], self._under_way()))
         substitutes = NO_SUBSTITUTES
         if self.probed and self.num_workers:
-            is_looked_at = self._probe is not None and self._is_first
-            substitutes = Substitutes(self._look if is_looked_at else NO_SUBSTITUTES.look, self._recover)
+            substitutes = self._watch_over_workers().substitutes(self)
         return LoaderPass(stages, maker, position, background, self.watch, substitutes)
-
-    def _give_out(self, position: Position) -> None:
-        """Make the index source yield the indices of a pass, and record the present configuration."""
-        self._configuration = self._state_before_any_pass()
-        self._index.position = position
 
     def may_draw_again(self) -> bool:
         """True if the samplers are known to repeat the order of the latest pass from their states at its start."""
-        if self._position is None or not self._keeps_order():
+        latest = self._passes.latest
+        if latest is None or not self._keeps_order():
             return False
-        starts = self._position.samplers
+        starts = latest.samplers
         return all(draws_again(sampler, starts[name]) for name, sampler in self._index.samplers.items())
 
     def close(self) -> None:
@@ -331,49 +235,24 @@ class FeedLoader(DataLoader[Batch]):
     def state_dict(self) -> State:
         """Return the position of the latest pass, in yielded batches. Never raises. ``"exact"`` is False if an exact
         resume is not possible."""
-        return self._state().to_dict()
+        return self._passes.state().to_dict()
 
-    def _state(self) -> LoaderState:
-        if self._pending is not None:
-            return self._pending
-        position = self._position
-        if position is None:
-            return self._state_before_any_pass()
-        return replace(
-            self._configuration,
-            epoch=position.epoch,
-            cycle=position.cycle,
-            batches=position.batches,
-            samplers=dict(position.samplers),
-            drawn=position.drawn,
-            sample_seed=self._sample_seed,
-        )
-
-    def _state_before_any_pass(self) -> LoaderState:
+    def _configuration(self) -> LoaderState:
+        """The state before any pass."""
         return LoaderState(
-            kind="iterable" if self._stream else "map",
+            kind="iterable" if self._is_stream else "map",
             seed=None if self.order is None else self.order.seed,
             epoch=None,
             cycle=0,
             batches=0,
             samplers={},
             ranks=ranks_of_run(),
-            batch_size=self._batch_size(),
-            samples=None if self._stream else size_of(self.dataset),
+            batch_size=_batch_size_of(self),
+            samples=None if self._is_stream else size_of(self.dataset),
             drawn=None,
             sample_seed=None,
             exact=self._keeps_order(),
         )
-
-    def _batch_size(self) -> int | None:
-        """Return the batch size, which must not change within an epoch. Returns None if it is not known."""
-        batches: Any = self.batch_sampler
-        if batches is None:
-            return self.batch_size
-        size = getattr(batches, "batch_size", None)
-        if type(size) is not int or (type(batches) is not BatchSampler and hasattr(batches, "state_dict")):
-            return None  # it may change from batch to batch; the sampler's state holds it
-        return size
 
     def _keeps_order(self) -> bool:
         return self.in_order or self.num_workers < 2
@@ -398,9 +277,9 @@ class FeedLoader(DataLoader[Batch]):
         """
         saved = LoaderState.from_dict(state)
         # Checked here, not in iter(), whose errors are hidden by an error from Lightning's teardown.
-        if saved.batches and not self._is_stale(saved):
+        if saved.batches and not is_stale(saved, self.order):
             samplers = dict.fromkeys(self._index.samplers, SamplerState())
-            refuse_changes(saved, replace(self._state_before_any_pass(), samplers=samplers))
+            refuse_changes(saved, replace(self._configuration(), samplers=samplers))
             if not saved.exact:
                 logger.warning(
                     "The loader state in the checkpoint is not exact, because workers yielded batches in any order: "
@@ -409,10 +288,9 @@ class FeedLoader(DataLoader[Batch]):
         self.close()
         self._iterator = None  # torch ends the workers when their iterator is garbage-collected
         self._live = None
-        self._position = None
         if self.order is not None and saved.seed is not None:
             self.order.seed = saved.seed  # later epochs must repeat those of the interrupted run, too
-        self._pending = saved if saved.begun else None
+        self._passes.resume_from(saved)
 
     def check_worker_number_rationality(self) -> None:
         """Issue torch's warning about more worker processes than CPUs."""
@@ -421,42 +299,13 @@ class FeedLoader(DataLoader[Batch]):
 
     def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
-        without_pass: State = {"_live": None, "_position": None, "_iterator": None, "_pending": None, "_probe": None}
-        state = self._state()
-        if state.begun:
-            without_pass["_pending"] = state
-        return self.__dict__ | without_pass
-
-    def _is_stale(self, state: LoaderState) -> bool:
-        """True if the epoch of ``state`` was complete and the run is in a later epoch."""
-        return self.order is not None and state.epoch is not None and self.order.epoch() > state.epoch
-
-    def _take_pending(self) -> LoaderState | None:
-        """Return the state to resume from, and clear it. Returns None if the pass starts from the beginning."""
-        state = self._pending
-        self._pending = None
-        if state is None:
-            state = self._origin_of_unused_pass()
-        if state is None or self._is_stale(state):
-            return None
-        return state
-
-    def _origin_of_unused_pass(self) -> LoaderState | None:
-        """Return the state from which the latest pass resumed. Returns None if that pass has yielded a batch, or did
-        not resume.
-
-        Lightning may ``iter()`` a loader twice before its first batch: the second pass resumes as well.
-        """
-        last = self._position
-        if last is None or last.origin is None or last.ended or last.batches != last.origin.batches:
-            return None
-        return last.origin
+        return self.__dict__ | {"_live": None, "_iterator": None, "_passes": self._passes.without_pass()}
 
     def _new_position(self, resume: LoaderState | None) -> Position:
         """Make the position of a new pass, which may resume from a state."""
-        epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
+        epoch, cycle = self._passes.next_epoch(self.order) if resume is None else (resume.epoch, resume.cycle)
         ahead = self._under_way()
-        checked = self._keeps_order() and not self._stream
+        checked = self._keeps_order() and not self._is_stream
         position = Position(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
         if self.order is not None and self._may_begin_next_epoch():
             position.next_epoch = self.order.next_epoch
@@ -465,18 +314,6 @@ class FeedLoader(DataLoader[Batch]):
     def _under_way(self) -> int:
         """The number of batches that the workers may have begun."""
         return self.num_workers * (self.prefetch_factor or 1)
-
-    def _next_epoch(self) -> tuple[int | None, int]:
-        """Return epoch and cycle of a new pass."""
-        if self.order is None:
-            return None, 0
-        epoch = self.order.epoch()
-        last = self._position
-        if last is None or last.epoch != epoch:
-            return epoch, 0
-        if last.batches:
-            return epoch, last.cycle + 1
-        return epoch, last.cycle
 
     def _may_begin_next_epoch(self) -> bool:
         """True if the workers may make the first batches of the next epoch before it begins.
@@ -493,32 +330,19 @@ class FeedLoader(DataLoader[Batch]):
             self._refers_to_shared = bool(refers_to_shared(self))
         return not has_set_epoch(self.dataset) and not self._refers_to_shared
 
-    def _take_pass_under_way(self) -> Position | None:
-        """Return the new pass if the workers have begun it already. Returns None if they have begun no pass, or a pass
-        that the program does not need now."""
-        last = self._position
-        following = self._index.following
-        if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):
-            return None
-        position = following[0]
-        begins = self._next_epoch()
-        if (position.epoch, position.cycle) != begins:
-            if not all(map(draws_same_order, self._index.samplers.values())):
-                return None
-            position.epoch, position.cycle = begins
-        return following.popleft()
-
     def _maker(self, position: Position) -> Maker:
         """Make the first stage of a pass."""
-        if self._stream:
+        if self._is_stream:
             if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
                 return TorchBatches(super().__iter__(), position)
             see = self._watch_for_repeats(position)
-            return TorchBatches(self._torch_iterator(self._stream_loader(position)), position, see)
+            inner = stream_loader(self, position.seed_for("workers"))
+            return TorchBatches(iterator_of(self, inner, self._workers_start), position, see)
         self._draw_seed()
         if self._has_own_workers:
             return self._own_workers(position)
-        return TorchBatches(self._torch_iterator(self._map_loader()), position)
+        inner = map_loader(self, self._index)
+        return TorchBatches(iterator_of(self, inner, self._workers_start), position)
 
     def _watch_for_repeats(self, position: Position) -> Callable[[Batch], None] | None:
         """Return a function that compares the first batches of the workers, all of which may give the same samples.
@@ -540,13 +364,12 @@ class FeedLoader(DataLoader[Batch]):
         # Drawn at the same point as DataLoader's worker seed, from the same generator.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        self._sample_seed = None
         seed = position.seed_for("samples")
         if seed is None:
             seed = mix_seed(base_seed, 1, 0, "samples")
             if position.origin is not None and position.origin.sample_seed is not None:
                 seed = position.origin.sample_seed
-            self._sample_seed = seed
+            position.sample_seed = seed
         indices = iter(self._index)
         if isinstance(self.workers, RayCluster):
             from lightning_feed.load.ray_workers import RayPass, RemotePlan
@@ -558,52 +381,45 @@ class FeedLoader(DataLoader[Batch]):
             return RayPass(self, indices, first=position.batches, seed=seed, plan=plan)
         from lightning_feed.load.threads import ThreadPass
 
-        probe = not self._probed
-        self._probed = True
+        probe = not self._has_tried_threads
+        self._has_tried_threads = True
         return ThreadPass(self, indices, first=position.batches, seed=seed, probe=probe)
-
-    def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
-        """Make the inner loader's iterator, with this loader's persistent workers if they are alive."""
-        if not getattr(self._iterator, "_shutdown", False):  # if True, the workers ended in a failed pass, or just now
-            inner._iterator = self._iterator
-        if inner._iterator is None and inner.num_workers:
-            self._workers_start(inner)
-        try:
-            with _as_default(drawing_device(inner.generator)):
-                iterator = iter(inner)
-        except (TypeError, AttributeError, PicklingError):
-            context: Any = inner.multiprocessing_context or torch.multiprocessing
-            refuse_unsendable(self, "This loader", context.get_start_method())
-            raise
-        # Kept only in this loader, where Lightning looks for it to end the workers, and not in the inner loader too.
-        self._iterator = inner._iterator
-        inner._iterator = None
-        return iterator
 
     def _workers_start(self, inner: DataLoader[Batch]) -> None:
         """Prepare the inner loader, whose workers are about to start."""
         if self.hand_over == "slots":
             use_slots(inner, held=self.background)
-        if self.probed and not self._stream and (self.persistent_workers or self._is_first):
-            from lightning_feed.load.probe import Probe
+        if self.probed and not self._is_stream:
+            self._watch_over_workers().workers_start(self)
 
-            self._probe = Probe(self)
 
-    def _map_loader(self) -> DataLoader[Batch]:
-        options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": self.generator}
-        if self.batch_sampler is not None:
-            return DataLoader(self.dataset, batch_sampler=self._index, **options)
-        return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
+def _check_own_workers(loader: FeedLoader) -> None:
+    """Raise SettingsError if worker threads or Ray cannot load the dataset. Warn of what they leave out."""
+    name = "ray" if isinstance(loader.workers, RayCluster) else loader.workers
+    if loader._is_stream:
+        raise SettingsError(
+            f"workers={name!r} cannot load {type(loader.dataset).__name__}, an IterableDataset: "
+            "get_worker_info() is None in these workers, so it cannot divide its samples. Use "
+            "workers='process', or LoaderSettings(num_workers=0, background=2), which reads it in one thread."
+        )
+    function = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+    # seed_everything(workers=True) makes Lightning set a function. It is not needed: each sample has a generator.
+    if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
+        logger.warning(
+            "worker_init_fn=%r is not called with workers=%r: it would change the "
+            "training process, or a process that serves other loaders too. Keep the state of each worker "
+            "in a threading.local().",
+            function,
+            name,
+        )
 
-    def _stream_loader(self, position: Position) -> DataLoader[Batch]:
-        generator = self.generator
-        seed = position.seed_for("workers")
-        if generator is None and seed is not None:
-            # Torch draws the workers' base seed from this generator, so a dataset that shuffles by the base seed
-            # repeats the order of an epoch.
-            generator = PassGenerator().manual_seed(seed)
-        options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": generator}
-        return DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
 
-    def _passed_on(self) -> State:
-        return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
+def _batch_size_of(loader: FeedLoader) -> int | None:
+    """Return the batch size, which must not change within an epoch. Returns None if it is not known."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return loader.batch_size
+    size = getattr(batches, "batch_size", None)
+    if type(size) is not int or (type(batches) is not BatchSampler and hasattr(batches, "state_dict")):
+        return None  # it may change from batch to batch; the sampler's state holds it
+    return size

@@ -141,6 +141,8 @@ class Position:
         """The states of the samplers at the start of the pass."""
         self.drawn: int | None = None
         """The checksum of the samples yielded in this pass. None if the samples are not checked."""
+        self.sample_seed: int | None = None
+        """The seed of the samples' random numbers; None if it follows from the order, or if the workers draw it."""
         self.requested = 0
         """The number of indices of this pass that were requested in this process, one for each batch. 0 for a
         stream."""

@@ -1,19 +1,30 @@
-"""A probe of a loader's dataset: sees if the program has changed it since the loader's workers started."""
+"""A watch over workers that the user has not asked for, and a probe that sees if their dataset has changed."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from lightning_feed.errors import LoaderError
+import torch
+
+from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.child import Child
 from lightning_feed.load.digest import differing
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_pass import NO_SUBSTITUTES, LoaderPass, Substitutes
 from lightning_feed.load.order import size_of
+from lightning_feed.load.position import Position
+from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rehearsal import LARGE_BYTES, Item, Reading, first_batch, first_items, read_items
 from lightning_feed.load.shared_objects import refers_to_shared
+from lightning_feed.load.worker import failed_in_worker, original_error
 
+logger = logging.getLogger(__name__)
+
+_LATER_LOOK = 10
+"""Number of batches of the first pass after which to look again if the dataset has changed."""
 PROBE_S = 0.02
 """Seconds in which samples are chosen for a probe."""
 MOST_SAMPLES = 32
@@ -78,6 +89,108 @@ class Probe:
             child.end(wait=False)
 
     __del__ = close
+
+
+class AddedWorkers:
+    """Worker processes of a FeedLoader that the user has not asked for. They go where training would not be the same.
+
+    Lightning begins the first pass before the hooks of the first epoch, in which the program may change the dataset. So
+    a few samples are compared when an epoch begins, and once soon after: workers start anew if the samples have changed
+    since they started, and end for good if samples change within an epoch.
+    """
+
+    def __init__(self) -> None:
+        self._probe: Probe | None = None
+        """The samples as the workers make them; None if they are not compared."""
+        self._is_first = True
+        """True if no batch was yielded before the latest pass."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_probe": None, "_is_first": self._is_first}
+
+    def pass_begins(self, loader: AnyLoader, latest: Position | None) -> None:
+        """End the workers before a pass if the dataset has changed since they started.
+
+        Args:
+            loader: the loader, which keeps the workers.
+            latest: position of the pass before; None if there was none.
+        """
+        if loader._iterator is not None and self._has_changed():
+            shut_down_workers(loader._iterator)
+            self._probe = None
+        self._is_first = latest is None or not latest.batches
+
+    def workers_start(self, loader: AnyLoader) -> None:
+        """Look at the samples if a later pass, or the hooks before the first batch, may find them changed."""
+        if loader.persistent_workers or self._is_first:
+            self._probe = Probe(loader)
+
+    def substitutes(self, loader: AnyLoader) -> Substitutes:
+        """Return what may take the place of a pass that begins."""
+        look = NO_SUBSTITUTES.look
+        if self._probe is not None and self._is_first:
+            look = partial(self._look, loader)
+        return Substitutes(look, partial(self._recover, loader))
+
+    def _has_changed(self) -> bool:
+        return self._probe is not None and self._probe.changed()
+
+    def _look(self, loader: AnyLoader, taken: int) -> LoaderPass | None:
+        """Look if the dataset has changed since the first pass began.
+
+        Args:
+            loader: the loader.
+            taken: number of batches taken from the pass.
+
+        Returns:
+            The pass to go on with, in place of the present one; None to go on with that.
+        """
+        if taken not in (0, _LATER_LOOK) or not self._has_changed():
+            return None
+        kind = type(loader.dataset).__name__
+        if not loader.may_draw_again():
+            logger.warning(
+                "The program has changed the dataset (%s) since its worker processes started, and its sampler cannot "
+                "repeat its order, so this epoch goes on without the change. Set num_workers=0.",
+                kind,
+            )
+            return None
+        if taken:
+            logger.warning(
+                "The program changes the dataset (%s) within an epoch, which worker processes cannot see. From batch "
+                "%d on, batches are made without workers.",
+                kind,
+                taken,
+            )
+        return self._rest_of_pass(loader, without_workers=taken > 0)
+
+    def _recover(self, loader: AnyLoader, error: BaseException) -> LoaderPass | None:
+        """Go on without the workers if the user's code fails in them.
+
+        Code may fail only there: a worker may have no processes of its own, for example. If it fails everywhere, the
+        error comes again.
+        """
+        if not failed_in_worker(error) or isinstance(error, FeedError) or not loader.may_draw_again():
+            return None
+        logger.warning(
+            "The dataset (%s) fails in worker processes (%s), so from now on batches are made without them. If the "
+            "error comes again, the workers are not its cause.",
+            type(loader.dataset).__name__,
+            ": ".join(original_error(error)),
+        )
+        return self._rest_of_pass(loader, without_workers=True)
+
+    def _rest_of_pass(self, loader: AnyLoader, *, without_workers: bool) -> LoaderPass:
+        """Begin a pass that yields the rest of the present one."""
+        state = loader.state_dict()
+        shut_down_workers(loader._iterator)
+        if without_workers:
+            loader.give_up_workers()
+        self._probe = None
+        loader.load_state_dict(state)
+        with torch.random.fork_rng(devices=[]):  # the pass has drawn its seeds already
+            rest: LoaderPass = iter(loader)
+            return rest
 
 
 def _child(work: Callable[[], list[Reading]]) -> "Child[list[Reading]] | None":

@@ -301,11 +301,11 @@ class Began(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not batch_idx:
-            self.train.append(trainer.train_dataloader._position.before > 0)
+            self.train.append(trainer.train_dataloader._passes.latest.before > 0)
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         if not batch_idx and not trainer.sanity_checking:
-            self.validation.append(trainer.val_dataloaders._position.before > 0)
+            self.validation.append(trainer.val_dataloaders._passes.latest.before > 0)
 
 
 @pytest.mark.parametrize(
