@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_feed.any_loop import watch_loader as watch_loader
     from lightning_feed.callbacks.autotune import AutotuneCallback as AutotuneCallback
     from lightning_feed.callbacks.prefetch import PrefetchCallback as PrefetchCallback
     from lightning_feed.callbacks.starvation import GPUStarvationCallback as GPUStarvationCallback
-    from lightning_feed.callbacks.watch_loader import watch_loader as watch_loader
     from lightning_feed.data.datamodule import FastDataModule as FastDataModule
     from lightning_feed.data.images import ImageFolderDataModule as ImageFolderDataModule
     from lightning_feed.diagnosing import diagnose as diagnose
@@ -36,7 +36,7 @@ _HOMES = {
     "PrefetchCallback": "lightning_feed.callbacks.prefetch",
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.diagnosing.tune",
-    "watch_loader": "lightning_feed.callbacks.watch_loader",
+    "watch_loader": "lightning_feed.any_loop",
 }
 __all__ = list(_HOMES)
 

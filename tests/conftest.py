@@ -148,9 +148,9 @@ def no_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _each_test_is_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Reports of runs without a logger go to a folder of the test's own; its first fit shows a whole report."""
-    from lightning_feed.callbacks import report_folder, starvation_reports
+    from lightning_feed.callbacks import starvation_reports
 
-    monkeypatch.setattr(report_folder, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
+    monkeypatch.setattr(starvation_reports, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
     monkeypatch.setattr(starvation_reports, "_shown_fits", set())
 
 

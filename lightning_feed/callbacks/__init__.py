@@ -1,1 +1,1 @@
-"""Callbacks for the Trainer, and watch_loader for other training loops."""
+"""Callbacks for the Trainer."""

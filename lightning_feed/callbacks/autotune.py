@@ -16,9 +16,9 @@ from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.in_fit.goal import why_fixed
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
-from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
+from lightning_feed.measure.rank_store import gather
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.trials.tune_loader import Goal, Tuned
 

@@ -27,10 +27,10 @@ from lightning_feed.in_fit.goal import (
 )
 from lightning_feed.in_fit.tuned_loader import TunedLoader
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.rank_store import gather
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import REGISTERING_DEVICES, Setting
 from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.rank_store import gather
 from lightning_feed.trials.search import ALIKE
 from lightning_feed.trials.time_left import MOST_S, TimeLeft
 from lightning_feed.trials.tune_loader import Key, Store, Tuned

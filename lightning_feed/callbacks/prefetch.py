@@ -14,7 +14,7 @@ from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, mor
 from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.load.collate import check_drop_keys
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 from lightning_feed.measure.guard import Once, check_instance
 from lightning_feed.transfer.batch_tree import LeanTransfer, off_host
 from lightning_feed.transfer.prefetcher import CopiedBatch, Prefetcher, SideStream, open_stream

@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks import starvation_loggers
-from lightning_feed.callbacks.report_folder import chosen_folder
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
-from lightning_feed.callbacks.starvation_reports import RunReports
+from lightning_feed.callbacks.starvation_reports import RunReports, chosen_folder
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.measure import loop

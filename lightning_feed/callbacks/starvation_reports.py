@@ -1,14 +1,16 @@
-"""The reports of one run of a Trainer: their times, their files, and their form on the console."""
+"""The reports of a run: the time, the form and the folder of each."""
 
 import math
+import os
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
-from lightning_feed.callbacks.report_folder import folder_in_root, run_folder
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.errors import SettingsError
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loop import Schedule
 from lightning_feed.measure.stats import SOME_STEPS
@@ -109,3 +111,72 @@ class RunReports:
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
     """The verdict and the next step. If both are the same as in the last report, a report is printed in short form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)
+
+
+FOLDER_VARIABLE = "LIGHTNING_FEED_DIR"
+IN_ROOT = "feed_reports"
+"""Name of the folder for reports in the Trainer's ``default_root_dir``."""
+
+
+def chosen_folder(folder: str | Path | None) -> Path | None:
+    """The folder that the user chose: the argument, else the environment variable; None if there is neither.
+
+    Raises:
+        SettingsError: the folder is on another machine.
+    """
+    chosen = folder or os.environ.get(FOLDER_VARIABLE)
+    if not chosen:
+        return None
+    path = _local_path(chosen)
+    if path is None:
+        source = f"folder={folder!r}" if folder else f"{FOLDER_VARIABLE}={chosen}"
+        raise SettingsError(f"GPUStarvationCallback: {source} is not on this machine. Give a local folder.")
+    return path
+
+
+def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
+    """Folder for this run's reports; None in a ``fast_dev_run``, and if no folder is on this machine.
+
+    This is the chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints if
+    there are loggers, else ``feed_reports`` in ``default_root_dir``. If a logger's ``log_dir`` is empty, which does not
+    mean the current folder, the folder is in its ``save_dir``. ``trainer.log_dir`` is not used, because it broadcasts,
+    so that all ranks would have to call it.
+    """
+    if _host.is_fast_dev_run(trainer):
+        return None
+    if chosen is not None:
+        return chosen
+    for logger in trainer.loggers:
+        folder = _folder_of(logger)
+        if folder is not None:
+            return folder
+    if trainer.loggers:
+        beside = _local_path(getattr(trainer.checkpoint_callback, "dirpath", None))
+        if beside is not None:
+            return beside
+    return folder_in_root(trainer)
+
+
+def folder_in_root(trainer: AnyTrainer) -> Path | None:
+    """The folder for reports of runs without a folder of their own; None if the root is on another machine."""
+    root = _local_path(trainer.default_root_dir)
+    return None if root is None else root / IN_ROOT
+
+
+def _folder_of(logger: Any) -> Path | None:
+    folder = _local_path(getattr(logger, "log_dir", None))
+    if folder is not None:
+        return folder
+    saved = getattr(logger, "save_dir", None)
+    root = Path() if saved == "" else _local_path(saved)
+    if root is None:
+        return None
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return root / str(logger.name) / version  # where ModelCheckpoint puts its checkpoints
+
+
+def _local_path(folder: object) -> Path | None:
+    """A folder as a path; None for an empty one, and for a URL (``s3://``), which would become a local folder."""
+    if not isinstance(folder, (str, PurePath)) or not str(folder) or "://" in str(folder):
+        return None
+    return Path(folder)

@@ -20,12 +20,11 @@ from lightning_feed.data.build_loaders import SPLITS, Loaders, attach_tuning, ig
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError, no_argument
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
-from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import BatchDecoder, traced
 
 if TYPE_CHECKING:
     from lightning_feed.measure.measurements import DataModuleFacts

@@ -28,10 +28,10 @@ from lightning_feed.images.decoders import Decoder
 from lightning_feed.images.image_dataset import ImageDataset, collate_encoded, collate_images
 from lightning_feed.images.ragged_crop import normalization_of
 from lightning_feed.load.collate import BadSamples, OnError
-from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.stage import BatchDecoder
 from lightning_feed.machine import limits
 from lightning_feed.measure.measurements import DataModuleFacts
 from lightning_feed.storage.folder import SampleSource

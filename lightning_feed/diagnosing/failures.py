@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_feed.errors import FeedError, ReportError
 from lightning_feed.load.worker import original_error
-from lightning_feed.measure.user_code import is_users
+from lightning_feed.measure.loader_code import is_users
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 _OF_A_WORKER = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)

@@ -19,7 +19,7 @@ from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch, Sample
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import FunctionCost
-from lightning_feed.measure.user_code import is_users
+from lightning_feed.measure.loader_code import is_users
 from lightning_feed.trials.loader_rate import Heartbeat
 
 _SAMPLING_S = 0.001

@@ -25,7 +25,7 @@ from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyLoader
-from lightning_feed.measure.user_code import is_users
+from lightning_feed.measure.loader_code import is_users
 from lightning_feed.wording import plural
 
 CLEAN_UP_S = 5.0

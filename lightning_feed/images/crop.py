@@ -15,7 +15,7 @@ from PIL import Image
 from lightning_feed.errors import SettingsError
 from lightning_feed.images.decoders import Decoder, Pixels, Region, draw_region, resize
 from lightning_feed.load.random_state import sample_generator
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 
 Quality: TypeAlias = Literal["exact", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "fast")

@@ -20,7 +20,7 @@ from lightning_feed.images.dali_binding import FAILURES, DaliOptions
 from lightning_feed.images.decoders import Region
 from lightning_feed.images.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_rest
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
 """A one-pixel image (PNM) that stands in for an image not passed to DALI."""

@@ -19,7 +19,7 @@ from lightning_feed.images.image_dataset import (
 )
 from lightning_feed.images.nvjpeg import DecodeJpegs, nvjpeg
 from lightning_feed.images.ragged_crop import Normalization, crop_ragged
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 
 MOST_BYTES: Final = 256 * 2**20
 """Limit for decoded full-size pixels. Larger batches are split: otherwise a batch of 12-megapixel photographs would

@@ -20,7 +20,7 @@ from lightning_feed.images.decoders import Decoder, Pixels, Region
 from lightning_feed.images.header import Encoded, clear_orientation
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.wording import printable
 

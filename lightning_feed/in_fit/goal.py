@@ -15,13 +15,13 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import size_of
-from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.rehearsal import Refusal, Rehearsal, rehearse
 from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
+from lightning_feed.measure.rank_store import connected, gather
 from lightning_feed.trials.cloning import has_threads
 from lightning_feed.trials.time_left import MOST_S
 from lightning_feed.trials.training_work import TrainingWork

@@ -14,8 +14,7 @@ from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.stage import PATIENCE_S, SOON_S, Stage, ThreadShutdown
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import PATIENCE_S, SOON_S, Stage, ThreadShutdown, traced
 from lightning_feed.load.worker import on_this_device
 
 _ALIVE_CHECK_S = 1.0

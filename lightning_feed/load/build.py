@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.order import EpochOrder, has_set_epoch, size_of
 from lightning_feed.load.recommend import Recommendation, RunFacts, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
+from lightning_feed.load.stage import BatchDecoder
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 from lightning_feed.machine.limits import Machine, read_machine

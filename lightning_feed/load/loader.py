@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.decoding import BatchDecoder, Decoding
 from lightning_feed.load.inner_loader import iterator_of, map_loader, stream_loader
 from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import NO_SUBSTITUTES, LoaderPass
@@ -44,7 +43,7 @@ from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.slots import own_forks
-from lightning_feed.load.stage import Maker, OwnPass, Stage
+from lightning_feed.load.stage import BatchDecoder, Decoding, Maker, OwnPass, Stage
 from lightning_feed.load.streams import RepeatsWarning, may_repeat
 
 if TYPE_CHECKING:  # imported only by loaders that use them

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.position import Position
-from lightning_feed.load.stage import Maker, Stage
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import Maker, Stage, traced
 from lightning_feed.load.worker import resend_ctrl_c
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""Find and replace the loaders in a structure, such as the result of ``train_dataloader``.
-
-A structure is a loader, a dict, list or tuple of structures, or Lightning's CombinedLoader around a structure.
-"""
+"""The loaders in dicts, lists and CombinedLoaders, and the tasks of torch's iterators."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +8,7 @@ from typing import Any, TypeAlias
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.kinds import AnyIterator, AnyLoader
 
 LoaderPath: TypeAlias = tuple[Any, ...]
 """The keys and positions that lead to a loader, from the outside in."""
@@ -115,3 +112,31 @@ def _wrapped(loader: object) -> AnyLoader | None:
 
 def _is_wrapper(value: object) -> bool:
     return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")
+
+
+def kept_batches(iterator: AnyIterator) -> int:
+    """Count the batches that torch's iterator keeps because an earlier batch is missing.
+
+    A task is ``(worker,)``, or ``(worker, batch)`` if its batch is kept (``_task_info`` in torch 2.6 and 2.15).
+    """
+    tasks = iterator._task_info
+    return sum(map(len, tasks.values())) - len(tasks)
+
+
+def idle_share(iterator: AnyIterator) -> float:
+    """Return the share of the workers that had no task while torch waited for the batch that it has just returned.
+
+    These workers had finished later batches, which torch keeps. The newest task does not count, because torch gave it
+    to a worker only after the wait. Returns 0 at the end of the data, where workers are idle in any case, and if
+    torch's private attributes have changed.
+    """
+    try:
+        tasks = iterator._task_info
+        count = iterator._num_workers
+        if not kept_batches(iterator) or len(tasks) < count * iterator._prefetch_factor:
+            return 0.0
+        newest = max(tasks)
+        busy = {task[0] for number, task in tasks.items() if len(task) == 1 and number != newest}
+    except (AttributeError, TypeError, ValueError, LookupError):
+        return 0.0
+    return float(min(count - len(busy), count - 1) / count)

@@ -12,9 +12,9 @@ from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch
+from lightning_feed.load.loader_tree import idle_share
 from lightning_feed.load.position import Position
 from lightning_feed.load.stage import Maker, shortened, stack_here
-from lightning_feed.load.torch_tasks import idle_share
 from lightning_feed.load.worker import stack_of
 from lightning_feed.wording import plural
 

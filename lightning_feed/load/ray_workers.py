@@ -35,8 +35,7 @@ from lightning_feed.load.kinds import Batch, Index
 from lightning_feed.load.order import ranks_of_run
 from lightning_feed.load.ray_batches import BatchRecipe, RayTask, close_passes, make_batch, take_reports
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.stage import CLOSED, PATIENCE_S, OwnPass, shortened
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import CLOSED, PATIENCE_S, OwnPass, shortened, traced
 
 logger = logging.getLogger(__name__)
 

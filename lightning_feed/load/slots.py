@@ -38,8 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_feed.load.worker import resend_ctrl_c, signal_proof
-from lightning_feed.machine.limits import HAS_SLOTS
-from lightning_feed.machine.memory import read_text
+from lightning_feed.machine.limits import HAS_SLOTS, read_text
 
 if TYPE_CHECKING:
     from lightning_feed.load.copy_fence import CopyFence

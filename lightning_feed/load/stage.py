@@ -1,4 +1,4 @@
-"""Stages: the steps of a pass over a loader, from the workers that make its batches to the training loop."""
+"""Stages of a pass over a loader, from its workers to the training loop, and their names in a trace."""
 
 import logging
 import os
@@ -7,10 +7,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol, get_args
 
 import torch
+from torch.autograd import profiler
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import pin_memory
@@ -226,3 +228,77 @@ def stack_here(ident: int | None) -> str:
     if frame is None:
         return "(the thread has ended)"
     return "".join(traceback.format_stack(frame)).rstrip()
+
+
+class BatchDecoder(Protocol):
+    """Decodes the batches of one loader. Pickled with the loader for ``ddp_spawn``, without device resources."""
+
+    def run(self, batches: Iterator[Batch], under_way: int) -> Generator[Batch, None, None]:
+        """Decode all batches of one pass, in order.
+
+        May read a few batches ahead. Batches read ahead are dropped if ``batches`` raises an error, or if the generator
+        is closed early.
+
+        Args:
+            batches: the batches of the pass.
+            under_way: batches that workers may have begun; 0 if they are made in this thread.
+
+        Raises:
+            DecodeError: from ``next()``, if an image cannot be decoded. Names the image.
+        """
+
+
+class Decoding(Stage):
+    """Stage that decodes batches."""
+
+    def __init__(self, decoder: BatchDecoder, batches: Iterator[Batch], under_way: int) -> None:
+        self._decoded = decoder.run(batches, under_way)
+
+    def __next__(self) -> Batch:
+        return next(self._decoded)
+
+    def close(self) -> None:
+        """See :meth:`Stage.close`. Raises ValueError while another thread is in ``next()``."""
+        self._decoded.close()
+
+
+Traced = Literal[
+    "read",
+    "decode",
+    "augment",
+    "thread_sample",
+    "thread_collate",
+    "background_load",
+    "loader_next",
+    "background_wait",
+    "thread_wait",
+    "gather",
+    "look_ahead",
+    "transfer",
+    "device_copy",
+    "device_transform",
+    "hand_over",
+]
+"""All stages, in pipeline order. See docs/reference/callbacks.md."""
+PREFIX = "lightning_feed."
+"""Prefix of this package's span names in a trace."""
+
+_LABELS: dict[Traced, str] = {name: PREFIX + name for name in get_args(Traced)}
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def traced(name: Traced) -> AbstractContextManager[Any]:
+    """Return a context that appears as ``lightning_feed.<name>`` in an active profiler's trace.
+
+    Reads torch's ``_is_profiler_enabled`` (torch 2.6 to 2.15; without this attribute, no stage is named). Unlike
+    ``torch.autograd._profiler_enabled()``, it is set for all threads of the process, not only for the thread that
+    started the profiler, so a profiler with ``profile_all_threads`` records our threads. Without a profiler, a stage
+    costs about 0.3 us.
+
+    Example:
+        >>> with traced("decode"):
+        ...     pass
+    """
+    if getattr(profiler, "_is_profiler_enabled", False):
+        return profiler.record_function(_LABELS[name])
+    return _NOTHING

@@ -35,9 +35,9 @@ from lightning_feed.load.stage import (
     collate_pinned,
     collating,
     stack_here,
+    traced,
     with_place,
 )
-from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import disable_opencv_threads, on_this_device
 
 logger = logging.getLogger(__name__)

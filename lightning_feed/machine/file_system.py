@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.machine.memory import MemoryLimit, cgroup_memory_limits, memory_limits, read_text
+from lightning_feed.machine.limits import MemoryLimit, cgroup_memory_limits, memory_limits, read_text
 from lightning_feed.wording import printable, size_text
 
 RAM_SHARE = 0.9

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.machine.killed import killed_ticks
-from lightning_feed.machine.memory import read_text
+from lightning_feed.machine.limits import read_text
 from lightning_feed.measure.measurements import HostTimes
 
 # --- other programs ---------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
+from lightning_feed.measure.loader_code import is_torchs, is_users
 from lightning_feed.measure.measurements import DeviceWait
-from lightning_feed.measure.user_code import is_torchs, is_users
 
 logger = logging.getLogger(__name__)
 

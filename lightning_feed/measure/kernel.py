@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.machine.memory import cgroup_folders, read_text
+from lightning_feed.machine.limits import cgroup_folders, read_text
 from lightning_feed.measure.stats import Additive
 
 MOST_THREADS = 16

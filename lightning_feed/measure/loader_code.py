@@ -1,19 +1,19 @@
-"""The lines of the user's code that make the training loader, and the command-line key that changes it.
-
-The user's code is only read, never changed: the code of ``train_dataloader``, or the main file of the program.
-"""
+"""The user's code that makes the training loader, and the files that are the user's."""
 
 import ast
 import inspect
+import os
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.measure.measurements import LoaderCode
-from lightning_feed.measure.user_code import is_users
 from lightning_feed.wording import source_line
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
@@ -125,3 +125,31 @@ def _keys_of_loaders(config: Mapping[str, object], loaders: Sequence[AnyLoader])
     if "num_workers" not in dict(overrides):
         return ()
     return tuple(overrides)
+
+
+_TORCH: tuple[str, ...] = (str(Path(torch.__file__).parent) + os.sep,)
+_DEMO = str(Path(__file__).parents[1] / "demo.py")
+_LIBRARIES = tuple(
+    {
+        # Not sys.prefix: the user's project may be inside it, such as /usr/src/app with a Python in /usr.
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
+    }
+)
+
+
+def is_users(file: str) -> bool:
+    """True for notebook cells, and for files outside Python, installed packages and this package.
+
+    Also for the demo, which stands in for a user's program.
+    """
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    if file == _DEMO:
+        return True
+    return not file.startswith((*_TORCH, *_LIBRARIES)) and "site-packages" not in file and "dist-packages" not in file
+
+
+def is_torchs(file: str) -> bool:
+    """True for a file of torch."""
+    return file.startswith(_TORCH)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_feed.load.kinds import AnyIterator
-from lightning_feed.load.torch_tasks import idle_share, kept_batches
+from lightning_feed.load.loader_tree import idle_share, kept_batches
 from lightning_feed.measure.facts import is_instance
 from lightning_feed.measure.kernel import Workers
 

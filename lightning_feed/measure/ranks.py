@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_feed.load.rank_store import default_store, read_all
+from lightning_feed.measure.rank_store import default_store, read_all
 from lightning_feed.measure.stats import Additive, RankStats
 from lightning_feed.measure.step_meter import StepTimes
 from lightning_feed.measure.windows import FEW_STEPS

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lightning_feed.load.copy_fence import copying
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 from lightning_feed.machine.limits import STREAM_BACKENDS as STREAM_BACKENDS
 from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
 

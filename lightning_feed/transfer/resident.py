@@ -25,7 +25,7 @@ from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.kinds import AnyDataset, AnySampler
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.trace import traced
+from lightning_feed.load.stage import traced
 from lightning_feed.machine.limits import read_machine
 
 logger = logging.getLogger(__name__)

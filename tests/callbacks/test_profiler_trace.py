@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import Dataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, PrefetchCallback
-from lightning_feed.load.trace import PREFIX
+from lightning_feed.load.stage import PREFIX
 from lightning_feed.transfer.prefetcher import SideStream
 
 BATCHES = 6

@@ -17,7 +17,7 @@ from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trai
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
-from lightning_feed.callbacks import report_folder, starvation_run
+from lightning_feed.callbacks import starvation_reports, starvation_run
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
@@ -256,7 +256,7 @@ def test_reports_go_to_default_root_dir_without_any_other_folder(
     class Bucket(Memory):
         save_dir = log_dir = "s3://bucket/runs"
 
-    monkeypatch.setattr(report_folder, "IN_ROOT", "feed_reports")
+    monkeypatch.setattr(starvation_reports, "IN_ROOT", "feed_reports")
     monkeypatch.chdir(tmp_path)
     given = Bucket() if logger else False
     run_fit(GPUStarvationCallback(), batches=40, logger=given, default_root_dir=tmp_path)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_feed import any_loop as plain_loop
 from lightning_feed import watch_loader
-from lightning_feed.callbacks import watch_loader as plain_loop
-from lightning_feed.callbacks.watch_loader import PlainRun, WatchedLoader
+from lightning_feed.any_loop import PlainRun, WatchedLoader
 
 MS = 1_000_000
 

@@ -23,7 +23,7 @@ from lightning_feed.errors import DecodeError
 from lightning_feed.images.backends import BackendChoice
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import ImagePipeline
-from lightning_feed.machine.memory import read_text
+from lightning_feed.machine.limits import read_text
 
 pytest.importorskip("nvidia.dali")
 

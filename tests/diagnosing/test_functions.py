@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 import lightning_feed
 from lightning_feed.diagnosing.functions import StackTally, time_batches
 from lightning_feed.diagnosing.parts import LoaderPart
-from lightning_feed.measure.user_code import is_users
+from lightning_feed.measure.loader_code import is_users
 
 HERE = __file__
 

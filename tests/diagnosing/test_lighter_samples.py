@@ -21,8 +21,7 @@ from lightning_feed.images import backends
 from lightning_feed.images.crop import TrainRecipe
 from lightning_feed.images.decoders import PillowDecoder
 from lightning_feed.images.image_dataset import ImageDataset
-from lightning_feed.machine.limits import Machine
-from lightning_feed.machine.memory import MemoryLimit
+from lightning_feed.machine.limits import Machine, MemoryLimit
 from lightning_feed.storage import pack
 from lightning_feed.verdict.lighter_samples import name_of_change
 

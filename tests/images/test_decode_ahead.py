@@ -21,8 +21,8 @@ from lightning_feed.images.decode_ahead import DEPTH, NvJpegDecoder, NvJpegOptio
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedBatch, collate_encoded
 from lightning_feed.load.collate import relayed
-from lightning_feed.load.decoding import Decoding
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.stage import Decoding
 
 CPU = torch.device("cpu")
 

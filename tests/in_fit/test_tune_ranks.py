@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.in_fit import goal as goal_file
-from lightning_feed.load import rank_store
 from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import Setting
+from lightning_feed.measure import rank_store
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Goal, Tuned
 

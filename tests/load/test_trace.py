@@ -10,7 +10,7 @@ import torch
 from torch.autograd import profiler
 
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.trace import PREFIX, Traced, traced
+from lightning_feed.load.stage import PREFIX, Traced, traced
 
 ROOT = Path(__file__).parents[2]
 

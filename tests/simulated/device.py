@@ -642,8 +642,8 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     decoding know."""
     from lightning_feed.load import copy_fence, recommend, slot_loaders, slots
     from lightning_feed.machine import limits
+    from lightning_feed.measure import loader_code
     from lightning_feed.measure import step_meter as clocks
-    from lightning_feed.measure import user_code
 
     with _patched() as patch:
         find = torch.get_device_module
@@ -664,7 +664,7 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
             return device.pin(made) if pin_memory else made
 
         patch(torch, "tensor", tensor)
-        patch(user_code, "_TORCH", (*user_code._TORCH, __file__))  # its frames stand for torch's own
+        patch(loader_code, "_TORCH", (*loader_code._TORCH, __file__))  # its frames stand for torch's own
         for module in (streams, clocks):
             if hasattr(module, "STREAM_BACKENDS"):
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))
