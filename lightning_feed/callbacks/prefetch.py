@@ -1,7 +1,7 @@
 """PrefetchCallback: fetches the next batch and copies it to the device while the current step computes."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,6 @@ LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching the next batch and issuing its copy to the device."""
 HAND_OUT = "[PrefetchCallback].hand_out"
 """The profiler action in which the loop takes a batch fetched ahead. The fetch was announced when it happened."""
-_TRANSFER = "transfer_batch_to_device"
 
 
 class PrefetchCallback(ExactResume):
@@ -101,23 +100,16 @@ class PrefetchCallback(ExactResume):
         self._active = False
         self._was_active = False
         """Value of ``active`` in the training loop, restored after a validation within the fit."""
-        self._stream: SideStream | None = None
         self._device: torch.device | None = None
-        self._lean: LeanTransfer | None = None
-        self._prefetcher: Prefetcher | None = None
-        self._is_staging = False
-        """True while a batch is transferred ahead of its step."""
-        self._in_hand: CopiedBatch | None = None
-        """The batch copied ahead that the loop has taken, but has not yet transferred."""
-        self._wraps: list[_host.Wrap] = []
-        self._triggers: dict[str, bool] = {}
-        """For each hook, True if the next batch is drawn in this hook."""
+        self._stream: SideStream | None = None
+        """The stream for copies to ``_device``. It outlives a run, and serves the next one on the same device."""
+        self._run: _Run | None = None
+        """The run in which this callback transfers the batches; None outside of one."""
         self._once = Once(logger)
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a stream cannot be.
-        running = dict.fromkeys(("_stream", "_device", "_prefetcher", "_lean", "_in_hand"))
-        return {**self.__dict__, **running, "_wraps": [], "_triggers": {}}
+        return {**self.__dict__, "_device": None, "_stream": None, "_run": None}
 
     @property
     def active(self) -> bool:
@@ -154,7 +146,9 @@ class PrefetchCallback(ExactResume):
     def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
         check_instance(self, PrefetchCallback)
-        self._let_go()
+        if self._run is not None:
+            self._run.end()
+            self._run = None
 
     on_exception = teardown
 
@@ -162,7 +156,7 @@ class PrefetchCallback(ExactResume):
         self._was_active = self._active
         self._active = False
         if self.drop_keys or self.host_keys:
-            self._wrap(trainer)  # the step sees the same batches with and without prefetching
+            self._run_of(trainer)  # the step sees the same batches with and without prefetching
         device = trainer.strategy.root_device
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
             self._stream = self.open_stream(device)
@@ -174,13 +168,19 @@ class PrefetchCallback(ExactResume):
         if tap is None:
             return
         tap.owner = self
-        tap.on_hand_out = partial(self._receive, trainer)
         self._active = True
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._stream)
-        self._wrap(trainer)
-        if BATCH_ENDS[stage] not in self._triggers:
-            self._set_trigger(trainer, BATCH_ENDS[stage])
+        self._run_of(trainer).begin_loop(stage, tap, self._stream)
+
+    def _run_of(self, trainer: Trainer) -> "_Run":
+        """The run that is under way. It begins with the first call."""
+        if self._run is None:
+            lean = LeanTransfer(
+                drop_keys=frozenset(self.drop_keys),
+                host_keys=frozenset(self.host_keys),
+                warn=partial(self._once.say, trainer, logging.WARNING),
+            )
+            self._run = _Run(self, trainer, lean, refuse=partial(self._refuse, trainer))
+        return self._run
 
     def _adopt_live(self, trainer: AnyTrainer) -> FetcherTap | None:
         """Prepare the running loop's fetcher for prefetching. Returns its tap; None if nothing can be prefetched."""
@@ -194,60 +194,18 @@ class PrefetchCallback(ExactResume):
             return tap
         return None
 
-    def _wrap(self, trainer: Trainer) -> None:
-        if self._lean is not None:
-            return
-        self._lean = LeanTransfer(
-            drop_keys=frozenset(self.drop_keys),
-            host_keys=frozenset(self.host_keys),
-            warn=partial(self._once.say, trainer, logging.WARNING),
-        )
-        self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
-
-    def _set_trigger(self, trainer: AnyTrainer, batch_end: str) -> None:
-        """Choose the hook in which to look ahead: the earliest possible one, but after the user's code in the step.
-
-        This callback's own hook is best, as it runs before the progress bar reads metrics off the device. But code of
-        the user that runs later may change the next batch, or draw random numbers; then that code must run first.
-        """
-        callbacks = _host.callbacks_of(trainer)
-        later = callbacks[callbacks.index(self) + 1 :]
-        is_noticed = _has_own_code([trainer.lightning_module, *later], [batch_end])
-        self._triggers[batch_end] = not is_noticed
-        if batch_end == "on_train_batch_end":
-            self._triggers["on_before_backward"] = not is_noticed and self._may_look_before_backward(trainer, later)
-        if is_noticed:
-            look_after = partial(self._look_ahead_after, trainer)
-            self._wraps.append(_host.Wrap(trainer.lightning_module, batch_end, look_after))
-
-    def _may_look_before_backward(self, trainer: AnyTrainer, later: list[Callback]) -> bool:
-        """True if a gradient scaler makes the host wait in the step, and no code of the user runs until its end."""
-        others = [callback for callback in _host.callbacks_of(trainer) if callback is not self]
-        return (
-            _host.has_grad_scaler(trainer)
-            and not _has_own_code([trainer.lightning_module, *later], ["on_before_backward"])
-            and not _has_own_code([trainer.lightning_module, *others], _AFTER_BACKWARD_BEGAN)
-            and _host.optimizer_step_is_known(trainer)
-        )
-
-    def _look_ahead_after(self, trainer: AnyTrainer, original: Original, *args: object, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._look_ahead(trainer)
-        return result
-
-    def _let_go(self) -> None:
-        while self._wraps:
-            self._wraps.pop().undo()
-        self._triggers.clear()
-        self._in_hand = None
-        self._prefetcher = None
-        self._lean = None
+    def _refuse(self, trainer: Trainer, tap: FetcherTap) -> None:
+        """Stop prefetching from a loader that yields device tensors. The loop still gets the batches copied ahead."""
+        tap.closed = True
+        tap.owner = None
+        self._active = False
+        self._stand_aside(trainer, "the loader yields tensors that are on the device already")
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
         if self.was_asked_for:
             self._once.say(trainer, logging.INFO, f"PrefetchCallback does nothing: {why}.")
 
-    # --- looking ahead ------------------------------------------------------------------------------------------------
+    # --- the hooks in which it looks ahead ----------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Look ahead before a gradient scaler makes the host wait for the device in the optimizer step.
@@ -255,13 +213,12 @@ class PrefetchCallback(ExactResume):
         Does nothing with manual optimisation: ``manual_backward`` calls this hook within ``training_step``, under
         autocast, and before the rest of the step has drawn its random numbers.
         """
-        if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
-            self._look_ahead(trainer, step_pending=True)
+        if pl_module.automatic_optimization:
+            self._look_ahead_in("on_before_backward", step_pending=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Look ahead while the device still works on this step."""
-        if self._triggers.get("on_train_batch_end"):
-            self._look_ahead(trainer)
+        self._look_ahead_in("on_train_batch_end")
 
     def on_validation_batch_end(
         self,
@@ -273,122 +230,198 @@ class PrefetchCallback(ExactResume):
         dataloader_idx: int = 0,
     ) -> None:
         """Look ahead during validation, testing or prediction."""
-        if self._triggers.get(BATCH_ENDS[_host.stage_now(trainer)]):
-            self._look_ahead(trainer)
+        self._look_ahead_in(BATCH_ENDS[_host.stage_now(trainer)])
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _look_ahead(self, trainer: AnyTrainer, *, step_pending: bool = False) -> None:
-        fetcher = _host.live_fetcher(trainer)
+    def _look_ahead_in(self, hook: str, *, step_pending: bool = False) -> None:
+        if self._run is not None and self._run.looks_in.get(hook):
+            self._run.look_ahead(step_pending=step_pending)
+
+
+class _Run:
+    """The transfer of all batches while a Trainer runs, from the first loop that needs it to the end of the run.
+
+    A batch that is copied ahead comes here twice: from :meth:`look_ahead`, which prepares and copies it by Lightning's
+    own functions, and from the loop, whose calls of these functions then only take the copy. Other batches come only
+    from the loop. The copy that is taken is always that of the batch which the loop passes, because a loop takes the
+    batches in the order in which they were drawn, and transfers each before it takes the next: ``_in_hand`` is set when
+    the loop takes a batch, and is None again once ``transfer_batch_to_device`` has returned the copy.
+
+    Args:
+        callback: the callback, which owns the taps of the loops that are prefetched.
+        trainer: the Trainer.
+        lean: drops keys of each batch, and keeps others on the host.
+        refuse: called with the tap of a loader from which nothing may be prefetched.
+    """
+
+    def __init__(
+        self,
+        callback: PrefetchCallback,
+        trainer: AnyTrainer,
+        lean: LeanTransfer,
+        refuse: Callable[[FetcherTap], None],
+    ) -> None:
+        self._callback = callback
+        self._trainer = trainer
+        self._lean = lean
+        self._refuse = refuse
+        self._stream = SideStream()
+        """The stream for copies; until a loop of the run is prefetched, one that does nothing."""
+        self._prefetcher: Prefetcher | None = None
+        """None as long. After that, batches that are not copied ahead use its stream, too."""
+        self._is_staging = False
+        """True while a batch is copied ahead of its step."""
+        self._in_hand: CopiedBatch | None = None
+        """The batch copied ahead that the loop has taken, but has not yet transferred."""
+        self.looks_in: dict[str, bool] = {}
+        """For each hook of the callback, True if the next batch is drawn in this hook."""
+        self._wraps = _host.wrap_transfer(trainer, self._convert_input, self._batch_hook)
+
+    def begin_loop(self, stage: Stage, tap: FetcherTap, stream: SideStream) -> None:
+        """Prefetch the batches of a stage's loop: choose the hook in which to look ahead.
+
+        It is the earliest possible one, but after the user's code in the step. The callback's own hook is best, as it
+        runs before the progress bar reads metrics off the device. But code of the user that runs later may change the
+        next batch, or draw random numbers; then that code must run first.
+        """
+        tap.on_hand_out = self._take_over
+        if self._prefetcher is None:
+            self._stream = stream
+            self._prefetcher = Prefetcher(stream)
+        batch_end = BATCH_ENDS[stage]
+        if batch_end in self.looks_in:
+            return
+        module = self._trainer.lightning_module
+        callbacks = _host.callbacks_of(self._trainer)
+        later = callbacks[callbacks.index(self._callback) + 1 :]
+        is_noticed = _has_own_code([module, *later], [batch_end])
+        self.looks_in[batch_end] = not is_noticed
+        if stage == "fit":
+            self.looks_in["on_before_backward"] = not is_noticed and self._may_look_before_backward(later)
+        if is_noticed:
+            self._wraps.append(_host.Wrap(module, batch_end, self._look_ahead_after))
+
+    def _may_look_before_backward(self, later: list[Callback]) -> bool:
+        """True if a gradient scaler makes the host wait in the step, and no code of the user runs until its end."""
+        module = self._trainer.lightning_module
+        others = [callback for callback in _host.callbacks_of(self._trainer) if callback is not self._callback]
+        return (
+            _host.has_grad_scaler(self._trainer)
+            and not _has_own_code([module, *later], ["on_before_backward"])
+            and not _has_own_code([module, *others], _AFTER_BACKWARD_BEGAN)
+            and _host.optimizer_step_is_known(self._trainer)
+        )
+
+    def end(self) -> None:
+        """Give Lightning its own functions back."""
+        while self._wraps:
+            self._wraps.pop().undo()
+        self._in_hand = None
+
+    # --- ahead of the step --------------------------------------------------------------------------------------------
+
+    def _look_ahead_after(self, original: Original, *args: object, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.look_ahead()
+        return result
+
+    def look_ahead(self, *, step_pending: bool = False) -> None:
+        """Draw the next batches from the running loop's fetcher, and copy them, until ``depth`` of them are ready."""
+        fetcher = _host.live_fetcher(self._trainer)
         tap = tap_of(fetcher)
-        if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
+        depth = self._callback.depth
+        if tap is None or tap.owner is not self._callback or len(tap.ahead) >= depth:
             return
-        depth = self.depth
-        if trainer.training:
-            depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
-        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or not self._may_issue(step_pending=step_pending):
+        if self._trainer.training:
+            depth = _host.train_batches_to_follow(self._trainer, at_most=depth, step_pending=step_pending)
+        # After a step no graph is being captured: where code of the user ends a capture in a hook, we run after it.
+        if not _has_room(fetcher, tap, depth) or (step_pending and self._stream.is_capturing()):
             return
-        profiler = _host.profiler_of(trainer)
+        profiler = _host.profiler_of(self._trainer)
         profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
-                while self._draw(trainer, tap):
-                    if len(tap.ahead) >= depth or not more_to_draw(fetcher):
-                        break
+                while self._draw(tap) and _has_room(fetcher, tap, depth):
+                    pass
         finally:
             profiler.stop(LOOK_AHEAD)
 
-    def _may_issue(self, *, step_pending: bool) -> bool:
-        """True if there is a stream to copy on, and no CUDA graph is being captured at this moment."""
-        if self._stream is None:
-            return False
-        # After a step no graph is being captured: where code of the user ends a capture in a hook, we run after it.
-        return not (step_pending and self._stream.is_capturing())
-
-    def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:
+    def _draw(self, tap: FetcherTap) -> bool:
         """Draw one batch ahead and copy it to the device; False if no batch may be drawn before the loop takes one."""
         assert self._prefetcher is not None
         item = tap.look_ahead()
         if item.error is not None:
             return False
         batch, _, dataloader_idx = item.value
-        if dataloader_idx not in tap.checked:
-            self._check_first(trainer, tap, batch, dataloader_idx)
+        self._check_first(tap, batch, dataloader_idx)
         if tap.closed:
             return False
         self._is_staging = True
         try:
-            index = 0 if trainer.training else dataloader_idx
-            item.staged = _host.transfer_early(trainer, self._prefetcher.stage, batch, index)
+            index = 0 if self._trainer.training else dataloader_idx
+            item.staged = _host.transfer_early(self._trainer, self._prefetcher.stage, batch, index)
         finally:
             self._is_staging = False
         return True
 
-    # --- what the loop sees -------------------------------------------------------------------------------------------
+    def _check_first(self, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
+        """Do not prefetch from a loader that yields device tensors: it may overwrite a batch that is still in use.
 
-    def _receive(self, trainer: AnyTrainer, item: Fetched) -> None:
+        Examples are DALI and static buffers. Runs on each loader's first batch, before ``on_before_batch_transfer``,
+        which may put tensors on the device.
+        """
+        if tap is None or tap.owner is not self._callback or dataloader_idx in tap.checked:
+            return
+        tap.checked.add(dataloader_idx)
+        if off_host(batch):
+            self._refuse(tap)
+
+    # --- what Lightning calls on a batch ------------------------------------------------------------------------------
+
+    def _take_over(self, item: Fetched) -> None:
         self._in_hand = item.staged
         if item.ahead:
-            profiler = _host.profiler_of(trainer)
+            profiler = _host.profiler_of(self._trainer)
             profiler.start(HAND_OUT)
             profiler.stop(HAND_OUT)
 
     def _convert_input(self, original: Original, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch
 
-    def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
-        """Replace Lightning's calls of transfer hooks. A batch copied ahead needs only ``on_after_batch_transfer``."""
-        if name == _TRANSFER:
-            return self._transfer(trainer, original, batch, *args)
+    def _batch_hook(self, original: Original, name: str, batch: object, *args: Any) -> Any:
+        """Replace Lightning's calls of transfer hooks. A batch in hand needs only ``on_after_batch_transfer``."""
+        if name == "transfer_batch_to_device":
+            return self._transfer(batch, lambda lean: original(name, lean, *args))
         if name == "on_before_batch_transfer":
             if self._in_hand is not None:
                 return batch
-            if not self._is_staging:
-                self._check_first(trainer, tap_of(_host.live_fetcher(trainer)), batch, args[0] if args else 0)
+            self._check_first(tap_of(_host.live_fetcher(self._trainer)), batch, args[0] if args else 0)
         return original(name, batch, *args)
 
-    def _transfer(self, trainer: Trainer, original: Original, batch: object, *args: Any) -> Any:
-        if self._in_hand is not None:
-            return self._take_in_hand()
-        assert self._lean is not None
-        if trainer.training or trainer.state.fn != "fit":
+    def _transfer(self, batch: object, copy: Callable[[object], object]) -> Any:
+        copied = self._in_hand
+        self._in_hand = None
+        if copied is not None:
+            assert self._prefetcher is not None
+            return self._prefetcher.take(copied)
+        if self._trainer.training or self._trainer.state.fn != "fit":
             self._lean.look(batch)  # validation inside a fit may have other keys than training
-        send = partial(self._lean.send, copy=lambda lean: original(_TRANSFER, lean, *args))
+        send = partial(self._lean.send, copy=copy)
         if self._is_staging:
             return send(batch)
-        if self._prefetcher is not None and not _is_closed(tap_of(_host.live_fetcher(trainer))):
-            return self._prefetcher.pass_on(batch, send)  # on the side stream, like batches copied ahead
-        with traced("transfer"):
-            return send(batch)
+        tap = tap_of(_host.live_fetcher(self._trainer))
+        if self._prefetcher is None or (tap is not None and tap.closed):
+            with traced("transfer"):
+                return send(batch)
+        return self._prefetcher.pass_on(batch, send)  # on the side stream, like batches copied ahead
 
-    def _take_in_hand(self) -> Any:
-        staged = self._in_hand
-        self._in_hand = None
-        assert staged is not None
-        assert self._prefetcher is not None
-        return self._prefetcher.take(staged)
 
-    def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
-        """Do not prefetch from a loader that yields device tensors: it may overwrite a batch that is still in use.
-
-        Examples are DALI and static buffers. Runs on each loader's first batch, before ``on_before_batch_transfer``,
-        which may put tensors on the device.
-        """
-        if tap is None or tap.owner is not self or dataloader_idx in tap.checked:
-            return
-        tap.checked.add(dataloader_idx)
-        if off_host(batch):
-            # the loop still receives the batches that were copied ahead
-            tap.closed = True
-            tap.owner = None
-            self._active = False
-            self._stand_aside(trainer, "the loader yields tensors that are on the device already")
+def _has_room(fetcher: object, tap: FetcherTap, depth: int) -> bool:
+    """True if fewer than ``depth`` batches are ready, and the fetcher has another one."""
+    return len(tap.ahead) < depth and more_to_draw(fetcher)
 
 
 def _has_own_code(owners: Iterable[object], hooks: Iterable[str]) -> bool:
     """True if the user's code overrides any of the hooks, in the module or in a callback."""
     return any(_host.is_overridden(owner, hook) for owner in owners for hook in hooks)
-
-
-def _is_closed(tap: FetcherTap | None) -> bool:
-    return tap is not None and tap.closed

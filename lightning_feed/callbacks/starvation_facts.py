@@ -134,8 +134,7 @@ def measures(trainer: AnyTrainer) -> bool:
 
 
 def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
-    packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
-    package = next((name for name in packages if name in _host.PACKAGES), None)
+    package = _package_of(trainer)
     facts = TrainerFacts(
         package="pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch",
         lightning=None if package is None else str(sys.modules[package].__version__),
@@ -155,6 +154,12 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
         bar_refresh_rate=_host.bar_refresh_rate(trainer),
         measures=measures(trainer),
     )
+
+
+def _package_of(trainer: AnyTrainer) -> str | None:
+    """The package of Lightning whose Trainer this is, also by inheritance; None if it is another Trainer."""
+    packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
+    return next((name for name in packages if name in _host.PACKAGES), None)
 
 
 def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
