@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from verdict_work import Cost, Nothing, Samples, Sleep, Spin
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation as starvation_callback
 from lightning_feed.callbacks import starvation_facts, starvation_run
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.step_meter import RING_SIZE, EventRing
@@ -109,7 +110,7 @@ class QueuedDevice:
         ring = EventRing(self.event, RING_SIZE)
         nvml = self if scenario.is_gpu else None
         with (
-            mock.patch.object(GPUStarvationCallback, "_start_nvml", return_value=nvml),
+            mock.patch.object(starvation_callback, "_start_nvml", return_value=nvml),
             mock.patch.object(starvation_run, "open_ring", return_value=ring),
             mock.patch.object(starvation_run, "facts_of", facts_of),
         ):

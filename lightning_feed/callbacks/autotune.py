@@ -140,7 +140,7 @@ class AutotuneCallback(Callback):
     def _start_measuring(self, trainer: AnyTrainer) -> None:
         is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in _host.callbacks_of(trainer))
         if self._tuning is not None and self._tuning.measures_steps and not is_measured:
-            self._run = StarvationRun(trainer, window_steps=0, guard=self._guard)
+            self._run = StarvationRun(trainer, guard=self._guard)
             self._run.start()
 
     def _stop_measuring(self) -> None:

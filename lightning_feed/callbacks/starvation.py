@@ -12,7 +12,7 @@ from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks import starvation_loggers
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_reports import RunReports, chosen_folder
-from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.callbacks.starvation_run import RunFigures, StarvationRun
 from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.measure import loop
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
@@ -91,31 +91,29 @@ class GPUStarvationCallback(Callback):
         some packages have a logger of their own, and show its figures to users."""
         self.reads_gpu = True
         """True to read the GPU's own figures from NVML."""
-        self._run: StarvationRun | None = None
-        self._loggers: LoggerOutput | None = None
-        """The loggers of the run; None on ranks that log nothing."""
-        self._reports: RunReports | None = None
-        """The reports of the run; None if there are none to make."""
+        self._measured_run: _MeasuredRun | None = None
+        """The run that is being measured; None outside of one."""
         self._wall = WallClock()
         self._measured: dict[Stage, Measurements] = {}
         self._last: StarvationStats | None = None
         self._once = Once(logger)
-        self._guard = self._new_guard()
+        self._guard = Guard("GPUStarvationCallback", self._let_go)
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a running fit cannot be.
         measured = dict(self._measured)
-        if self._run is not None:
-            measurements = self._guard.attempt("sum up its figures", self._run.measurements)
+        if self._measured_run is not None:
+            measurements = self._guard.attempt("sum up its figures", self._measured_run.figures.measurements)
             if measurements is not None:
-                measured[self._run.stage] = measurements
-        running = {"_run": None, "_loggers": None, "_reports": None}
-        return {**self.__dict__, **running, "_measured": measured, "_last": self.summary()}
+                measured[self._measured_run.run.stage] = measurements
+        return {**self.__dict__, "_measured_run": None, "_measured": measured, "_last": self.summary()}
 
     def summary(self) -> StarvationStats | None:
         """The figures logged last, in the current or last fit; None before its first log."""
-        fit = self.measured_fit
-        return self._last if fit is None else fit.last
+        measured = self._measured_run
+        if measured is not None and measured.run.stage == "fit":
+            return measured.figures.last
+        return self._last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:
         """The verdict on what limits training, from all steps measured in the current or last fit.
@@ -124,21 +122,23 @@ class GPUStarvationCallback(Callback):
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last ``trainer.validate``, ``trainer.test`` or
                 ``trainer.predict`` instead.
         """
-        if self._run is not None and self._run.stage == stage:
-            return decide(self._run.measurements())
+        if self._measured_run is not None and self._measured_run.run.stage == stage:
+            return decide(self._measured_run.figures.measurements())
         return decide(self._measured.get(stage, _NOTHING))
 
     @property
     def measured_fit(self) -> StarvationRun | None:
         """The fit being measured; None if there is none."""
-        return self._run if self._run is not None and self._run.stage == "fit" else None
+        if self._measured_run is None or self._measured_run.run.stage != "fit":
+            return None
+        return self._measured_run.run
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
     log = _host.RunBegins("_run_begins")
 
     def _run_begins(self) -> None:
-        self._guard = self._new_guard()
+        self._guard = Guard("GPUStarvationCallback", self._let_go)
         self._wall = self._guard.measure(WallClock) or self._wall
 
     @guarded
@@ -158,9 +158,6 @@ class GPUStarvationCallback(Callback):
 
     on_test_start = on_predict_start = on_train_start
 
-    def _new_guard(self) -> Guard:
-        return Guard("GPUStarvationCallback", self._let_go)
-
     def _begin(self, trainer: AnyTrainer, stage: Stage) -> None:
         self._let_go()
         callbacks = [
@@ -174,26 +171,21 @@ class GPUStarvationCallback(Callback):
         self._measured.pop(stage, None)
         if stage == "fit":
             self._last = None
-        self._begin_output(trainer)
-        window_steps = _host.log_interval(trainer) if self.every_n_steps is None else self.every_n_steps
-        run = StarvationRun(trainer, window_steps=window_steps, guard=self._guard, wall=self._wall, stage=stage)
-        self._run = run
+        run = StarvationRun(trainer, guard=self._guard, wall=self._wall, stage=stage)
+        measured = _MeasuredRun(self, run, self._folder)
+        self._measured_run = measured
         run.start()
         device = trainer.strategy.root_device
-        if not run.sees_device:
+        if not run.main.ledger.trusted_clock:
             self._once.say(
                 trainer,
                 logging.INFO,
                 f"GPUStarvationCallback: device '{device}' has no timing events. Times are measured on the host, which "
                 "does not see queued work, so confidence is low.",
             )
-        run.nvml = self._guard.attempt("read the GPU's figures", self._start_nvml, trainer, device, run)
-        bar = trainer.progress_bar_callback
-        if bar is not None:
-            self._guard.attempt("show its figure in the progress bar", self._join_bar, run, bar)
-        if self._loggers is not None:
-            self._loggers.lay_out()
-            self._loggers.for_each("time the calls of", run.time_logger)
+        if self.reads_gpu and trainer.is_global_zero:
+            run.nvml = self._guard.attempt("read the GPU's figures", _start_nvml, trainer, device, run, self._once)
+        measured.begin_output()
         if not trainer.loggers and stage == "fit":
             self._once.say(
                 trainer,
@@ -202,42 +194,28 @@ class GPUStarvationCallback(Callback):
                 "have the measurements.",
             )
 
-    def _begin_output(self, trainer: AnyTrainer) -> None:
-        if not trainer.is_global_zero:
-            return
-        self._loggers = LoggerOutput(trainer, self._guard, which=self.tags, any_logger=self.was_asked_for)
-        if self.print_report:
-            self._reports = RunReports(trainer, self._guard, folder=self._folder, loggers=self._loggers)
-
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch, whose first batch is measured separately."""
-        if self._run is not None:
-            self._run.epoch_began()
+        if self._measured_run is not None:
+            self._measured_run.run.epoch_began()
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the training step that contains this validation, and measure the validation separately."""
-        if self._run is not None:
-            self._run.validation_began()
+        if self._measured_run is not None:
+            self._measured_run.run.validation_began()
         elif trainer.state.fn == "validate":
             self._begin(trainer, "validate")
 
     @guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the time of the validation, test or prediction; report if it is not part of a fit."""
-        run = self._run
-        if run is None:
+        measured = self._measured_run
+        if measured is None:
             return
-        if run.stage != "fit":
-            run.end()
-        figures = run.loop_tags()
-        step = _host.steps_logged(trainer)
-        if figures and self._loggers is not None:
-            self._loggers.log(figures, step)
-        if run.stage != "fit":
-            if self._reports is not None:
-                self._reports.make(run, ended=True, to_loggers=False)
+        measured.validation_ended()
+        if measured.run.stage != "fit":
             self._let_go()
 
     on_test_end = on_predict_end = on_validation_end
@@ -245,17 +223,9 @@ class GPUStarvationCallback(Callback):
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps since the last window, read the device timings that are still outstanding, and report."""
-        run = self._run
-        if run is None:
-            return
-        last = _host.steps_logged(trainer) - 1
-        if run.window_steps and last > run.logged_step:
-            run.logged_step = last
-            self._log_window(run, last)
-        run.end()
-        if self._reports is not None:
-            self._reports.make(run, ended=True)
-        self._let_go()
+        if self._measured_run is not None:
+            self._measured_run.fit_ended()
+            self._let_go()
 
     def on_exception(self, trainer: Trainer, *args: object) -> None:
         """Report, and remove everything from the Trainer: Lightning does not call ``teardown`` after an exception.
@@ -263,14 +233,9 @@ class GPUStarvationCallback(Callback):
         Also called on Ctrl-C and SIGTERM. Nothing here waits for the device, other ranks, or a logger's server.
         """
         check_instance(self, GPUStarvationCallback)
-        self._guard.measure(self._interrupted)
-
-    def _interrupted(self) -> None:
-        run = self._run
-        reports = self._reports
-        if run is not None and reports is not None and run.finished != reports.reported_steps:
-            reports.make(run, ended=True, to_loggers=False)
-        self._let_go()
+        if self._measured_run is not None:
+            self._guard.measure(self._measured_run.interrupted)
+        self._guard.measure(self._let_go)
 
     @guarded
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -278,15 +243,14 @@ class GPUStarvationCallback(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        run = self._run
-        self._run = None
-        self._loggers = None
-        self._reports = None
-        if run is None:
+        measured = self._measured_run
+        self._measured_run = None
+        if measured is None:
             return
+        run = measured.run
         if run.stage == "fit":
-            self._last = run.last
-        measurements = self._guard.attempt("sum up its figures", run.measurements)
+            self._last = measured.figures.last
+        measurements = self._guard.attempt("sum up its figures", measured.figures.measurements)
         if measurements is not None:
             self._measured[run.stage] = measurements
         run.close()
@@ -296,68 +260,131 @@ class GPUStarvationCallback(Callback):
     @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Record number and size of the first batch's tensors."""
-        if self._run is not None:
-            self._run.batch_came(batch)
+        if self._measured_run is not None:
+            self._measured_run.run.batch_came(batch)
 
     @guarded
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note which loader each batch comes from, and record number and size of the first batch's tensors."""
-        if self._run is not None:
-            self._run.batch_came(batch, dataloader_idx)
-            self._run.step_ended()
+        if self._measured_run is not None:
+            self._measured_run.run.batch_came(batch, dataloader_idx)
+            self._measured_run.run.step_ended()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Log the figures of a window every ``every_n_steps`` steps, and make a report when it is due."""
-        run = self._run
-        if run is None:
-            return
-        if run.window_steps:
-            step = _host.step_to_log(trainer, run.window_steps)
-            if step is not None and step != run.logged_step:
-                run.logged_step = step
-                self._log_window(run, step)
-        run.step_ended()
-        if self._reports is not None and self._reports.is_due(run.finished):
-            run.leave_out_step()  # a step that includes a report does not count
-            self._reports.make(run)
+        if self._measured_run is not None:
+            self._measured_run.step_ended()
 
-    def _log_window(self, run: StarvationRun, step: int) -> None:
-        figures = run.close_window()
+
+class _MeasuredRun:
+    """A run that is measured, and the output of its figures. Made when its loop begins, and dropped when it ends.
+
+    Args:
+        callback: the callback, whose settings choose the output.
+        run: the clocks of the run.
+        folder: the folder that the user chose for the reports.
+    """
+
+    def __init__(self, callback: GPUStarvationCallback, run: StarvationRun, folder: Path | None) -> None:
+        self._trainer = run.trainer
+        self._summary = callback.summary
+        self.run = run
+        self.figures = RunFigures(run)
+        self._window_steps = callback.every_n_steps or _host.log_interval(run.trainer)
+        self._logged_step = -1
+        """The step at which a window was last logged."""
+        self._loggers: LoggerOutput | None = None
+        """None on ranks that log nothing."""
+        self._reports: RunReports | None = None
+        """None if there are none to make."""
+        if run.trainer.is_global_zero:
+            self._loggers = LoggerOutput(run.trainer, run.guard, which=callback.tags, any_logger=callback.was_asked_for)
+            if callback.print_report:
+                self._reports = RunReports(run.trainer, run.guard, folder=folder, loggers=self._loggers)
+
+    def begin_output(self) -> None:
+        """Add a figure to the progress bar, and prepare the loggers."""
+        bar = self._trainer.progress_bar_callback
+        if bar is not None:
+            self.run.guard.attempt("show its figure in the progress bar", self._join_bar, bar)
+        if self._loggers is not None:
+            self._loggers.lay_out()
+            self._loggers.for_each("time the calls of", self.run.time_logger)
+
+    def _join_bar(self, bar: object) -> None:
+        self.run.also_undo(_host.Wrap(bar, "get_metrics", self._add_to_bar).undo)
+
+    def _add_to_bar(self, original: Original, *args: object, **kwargs: Any) -> Any:
+        items = original(*args, **kwargs)
+        ours = self.run.guard.attempt("show its figure in the progress bar", self._bar_item)
+        return {**items, **(ours or {})}
+
+    def _bar_item(self) -> dict[str, str]:
+        last = self._summary()
+        if last is None or last.starved_pct is None:
+            return {}
+        return {"feed": f"{last.starved_pct:.0f}%"}
+
+    def step_ended(self) -> None:
+        """Log the figures of a window if it ends with this step, and make a report if it is due."""
+        if self._window_steps:
+            step = _host.step_to_log(self._trainer, self._window_steps)
+            if step is not None and step != self._logged_step:
+                self._log_window(step)
+        self.run.step_ended()
+        if self._reports is not None and self._reports.is_due(self.run.finished):
+            self.run.leave_out_step()  # a step that includes a report does not count
+            self._reports.make(self.figures)
+
+    def _log_window(self, step: int) -> None:
+        self._logged_step = step
+        figures = self.figures.close_window()
         if self._loggers is None:
             return
         began = loop.clock()
         self._loggers.log(figures, step)
         if loop.clock() - began >= starvation_loggers.SLOW_S:
-            run.leave_out_step()  # a step that includes our slow call does not count
+            self.run.leave_out_step()  # a step that includes our slow call does not count
 
-    # --- the progress bar, and the GPU's own figures ------------------------------------------------------------------
+    def fit_ended(self) -> None:
+        """Log the steps since the last window, and report."""
+        last = _host.steps_logged(self._trainer) - 1
+        if self._window_steps and last > self._logged_step:
+            self._log_window(last)
+        self.figures.end()
+        if self._reports is not None:
+            self._reports.make(self.figures, ended=True)
 
-    def _join_bar(self, run: StarvationRun, bar: object) -> None:
-        run.also_undo(_host.Wrap(bar, "get_metrics", self._add_to_bar).undo)
+    def validation_ended(self) -> None:
+        """Log the time of a validation, test or prediction, and report if it is not part of a fit."""
+        if self.run.stage != "fit":
+            self.figures.end()
+        figures = self.figures.loop_tags()
+        step = _host.steps_logged(self._trainer)
+        if figures and self._loggers is not None:
+            self._loggers.log(figures, step)
+        if self.run.stage != "fit" and self._reports is not None:
+            self._reports.make(self.figures, ended=True, to_loggers=False)
 
-    def _add_to_bar(self, original: Original, *args: object, **kwargs: Any) -> Any:
-        items = original(*args, **kwargs)
-        ours = self._guard.attempt("show its figure in the progress bar", self._bar_item)
-        return {**items, **ours} if ours else items
+    def interrupted(self) -> None:
+        """Report, unless the last report has all steps. Loggers do not get it: a server might not answer."""
+        if self._reports is not None and self.run.finished != self._reports.reported_steps:
+            self._reports.make(self.figures, ended=True, to_loggers=False)
 
-    def _bar_item(self) -> dict[str, str]:
-        last = self.summary()
-        if last is None or last.starved_pct is None:
-            return {}
-        return {"feed": f"{last.starved_pct:.0f}%"}
 
-    def _start_nvml(self, trainer: Trainer, device: torch.device, run: StarvationRun) -> NvmlSampler | None:
-        if not self.reads_gpu or not trainer.is_global_zero or device.type == "cpu":
-            return None
-        if device.type != "cuda" or torch.version.hip is not None:
-            self._once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
-            return None
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        sampler = NvmlSampler(uuid, stretch=lambda: run.stretch_of_steps)
-        sampler.start()
-        return sampler
+def _start_nvml(trainer: Trainer, device: torch.device, run: StarvationRun, once: Once) -> NvmlSampler | None:
+    """Begin to read the GPU's own figures from NVML."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
+        return None
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    sampler = NvmlSampler(uuid, stretch=lambda: run.stretch_of_steps)
+    sampler.start()
+    return sampler

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
-from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.callbacks.starvation_run import RunFigures, StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loop import Schedule
@@ -52,13 +52,14 @@ class RunReports:
         """True if a report is due after this many steps."""
         return self._schedule.due(steps)
 
-    def make(self, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True) -> None:
+    def make(self, figures: RunFigures, *, ended: bool = False, to_loggers: bool = True) -> None:
         """Write the report into the run's folder, print it if due, and pass it to the loggers."""
+        run = figures.run
         if run.finished == self.reported_steps and not ended:  # the end adds the run's validation and its wall time
             return
         self.reported_steps = run.finished
         is_first = self._schedule.first
-        diagnosis = self._guard.attempt("make its report", lambda: decide(run.measurements()))
+        diagnosis = self._guard.attempt("make its report", lambda: decide(figures.measurements()))
         # Nobody expects a verdict from a fit with so few steps.
         if diagnosis is None or (diagnosis.grade == "not measured" and run.finished < SOME_STEPS):
             self._schedule.came(early=True)

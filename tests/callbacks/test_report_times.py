@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation_reports
-from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.callbacks.starvation_run import RunFigures
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
 
@@ -144,7 +144,7 @@ def test_interrupted_run_reports_without_waiting(
     def waits(self: Any) -> None:
         raise AssertionError("this waits for the device and for other ranks")
 
-    monkeypatch.setattr(StarvationRun, "end", waits)
+    monkeypatch.setattr(RunFigures, "end", waits)
     with pytest.raises(error):
         _fit({40: end}, make_loader(90), logger=CSVLogger(tmp_path))
     assert _reports(capsys) == 1

@@ -183,8 +183,9 @@ def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, mon
     monkeypatch.setattr(torch.version, "hip", None)
     starvation = GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
     logger = Memory()
-    start = starvation._start_nvml
-    monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _, run: start(trainer, torch.device("cuda", 0), run))
+    start = starvation_callback._start_nvml
+    gpu_0 = torch.device("cuda", 0)
+    monkeypatch.setattr(starvation_callback, "_start_nvml", lambda trainer, _, *others: start(trainer, gpu_0, *others))
     trainer = make_trainer(starvation, logger=logger)
     with pytest.raises(RuntimeError, match="on purpose") if broken else nullcontext():
         trainer.fit(Model(), make_loader())

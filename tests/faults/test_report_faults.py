@@ -199,8 +199,8 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
         """In the second epoch: measuring, and what the ranks agree on before the third."""
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
-                starvation._run.main.meter.finished = None  # type: ignore[assignment]
+            if rank == broken and trainer.current_epoch == 1 and starvation.measured_fit is not None:
+                starvation.measured_fit.main.meter.finished = None  # type: ignore[assignment]
                 assert autotune._tuning is not None
                 autotune._tuning.loader.epoch_begins = None  # type: ignore[method-assign, assignment]
 

@@ -83,7 +83,7 @@ def assert_clean(trainer: Any) -> None:
     assert not {"start", "stop", "profile"} & set(vars(trainer.profiler))
     assert trainer.progress_bar_callback is None or "get_metrics" not in vars(trainer.progress_bar_callback)
     mine = [callback for callback in trainer.callbacks if isinstance(callback, GPUStarvationCallback)]
-    assert all(callback._run is None for callback in mine)
+    assert all(callback._measured_run is None for callback in mine)
 
 
 class CpuPrefetch(PrefetchCallback):
