@@ -73,7 +73,6 @@ class MeasuredLoop:
         self.cpu = CpuTimes(loads_here=None if workers is None else workers == 0)
         self.meter = StepMeter(self._keep, clock=clock, ring=ring)
         self.meter.on_epoch_start = self.ledger.epoch_started
-        self.meter.begin(epoch=False)
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
         self._waits = None if ring is None else _wait_finder(facts)
         self._by_loader: dict[int, Sums] = {}

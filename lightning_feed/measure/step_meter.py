@@ -6,13 +6,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 from lightning_feed.machine.limits import STREAM_BACKENDS
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 Clock = Callable[[], int]
 """Current time in whole nanoseconds."""
@@ -118,16 +121,12 @@ class EventRing:
 
     def read(self) -> EventStep | None:
         """The oldest step that the device has finished, or None. The host does not wait."""
-        if not self._pending:
-            return None
-        if not self.passed and not self._has_passed(1):
+        if not self._pending or not (self.passed or self._has_passed(1)):
             return None
         note, start, categories = self._pending[0]
         marks = [self._events[number % self._size] for number in range(start, start + len(categories) + 1)]
-        try:
-            intervals = _intervals(marks, categories)
-        except RuntimeError as error:
-            self._stop(error)
+        intervals = self._try(_intervals, marks, categories)
+        if self._stopped:
             return None
         self._pending.popleft()
         self.passed = max(0, self.passed - 1)
@@ -162,25 +161,26 @@ class EventRing:
 
     def _has_passed(self, steps: int) -> bool:
         """True if the device has finished this number of unread steps."""
-        _, start, categories = self._pending[steps - 1]
-        try:
-            return self._events[(start + len(categories)) % self._size].query()
-        except RuntimeError as error:
-            self._stop(error)
-            return False
+        return bool(self._try(self._end_of(self._pending[steps - 1]).query))
 
     def wait(self) -> None:
         """Wait until the device has finished the last ended step. Called once, after training."""
-        if not self._pending:
-            return
-        _, start, categories = self._pending[-1]
+        if self._pending:
+            self._try(self._end_of(self._pending[-1]).synchronize)
+
+    def _end_of(self, step: tuple[Note, int, list[int]]) -> DeviceEvent:
+        _, start, categories = step
+        return self._events[(start + len(categories)) % self._size]
+
+    def _try(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return the result of a call of the device. If the device has failed, stop using it, and return None."""
         try:
-            self._events[(start + len(categories)) % self._size].synchronize()
+            return call(*args, **kwargs)
         except RuntimeError as error:
             self._stop(error)
+            return None
 
     def _stop(self, error: RuntimeError) -> None:
-        """Stop using a device that has failed."""
         logger.warning("The device clock stopped: %s", str(error).partition("\n")[0])
         self._stopped = True
         self._start = None
@@ -195,10 +195,8 @@ class EventRing:
         oldest = self._pending[0][1] if self._pending else self._start
         if oldest is not None and number - oldest >= self._size:
             return None
-        try:
-            self._events[number % self._size].record()
-        except RuntimeError as error:
-            self._stop(error)
+        self._try(self._events[number % self._size].record)
+        if self._stopped:
             return None
         self._next = number + 1
         return number
@@ -323,6 +321,132 @@ class StepTimes(NamedTuple):
         return self.other_ns + self.data_ns + self.copy_ns + self.compute_ns + self.undivided_ns
 
 
+class _Steps:
+    """The ended steps of a meter, timed by the host's clock.
+
+    Args:
+        keep: called with each measured step, in order.
+    """
+
+    def __init__(self, keep: Callable[[StepTimes], object]) -> None:
+        self._keep = keep
+
+    @property
+    def lost(self) -> int:
+        """Steps that could not be measured."""
+        return 0
+
+    def begin(self, number: int) -> None:
+        """Begin a chain of steps, whose first one has this number."""
+
+    def mark(self, category: int) -> None:
+        """Note that a category begins."""
+
+    def end(self, spent: Sequence[int], note: Note) -> None:
+        """End a step, in which the host spent these times."""
+        self._keep(_times(spent, note))
+
+    def close(self) -> None:
+        """End the last step now: work other than training follows, or its times are needed."""
+
+    def catch_up(self, *, wait: bool) -> None:
+        """Pass on all steps whose times are known, or all steps if ``wait``."""
+
+
+class _DeviceSteps(_Steps):
+    """The device's side of a meter: sets the marks that a step needs on the device, and reads the steps that passed.
+
+    A step that has ended on the host is still open on the device: its last mark is that of the next fetch, or of
+    :meth:`close` if that comes before. So until then no other mark is set.
+
+    Args:
+        ring: events of the device.
+        keep: called with each measured step, in order, some steps later.
+    """
+
+    def __init__(self, ring: EventRing, keep: Callable[[StepTimes], object]) -> None:
+        super().__init__(keep)
+        self._ring = ring
+        self._since_mark = UNDIVIDED
+        """Category of the time since the last mark on the device."""
+        self._divides = False
+        """True if all parts of the current step are marked on the device."""
+        self._ended: Note | None = None
+        """The step that has ended on the host, until the mark of its end is set on the device."""
+        self._ended_since_asked = 0
+        """Number of steps that have ended since the device was last asked how far it is."""
+
+    @property
+    def lost(self) -> int:
+        """Steps that the device clock could not measure: :attr:`EventRing.lost`."""
+        return self._ring.lost
+
+    def begin(self, number: int) -> None:
+        """Set the first mark of a chain of steps."""
+        self._ring.begin()
+        self._begin_step(number)
+
+    def mark(self, category: int) -> None:
+        """Set a mark, if this step needs one between ``category`` and the category before."""
+        if self._ended is not None:
+            if category != OTHER:  # a look-ahead that ended without a fetch is not the next step
+                self.close()
+                self._since_mark = self._category_on_device(category)
+            return
+        if self._divides or DATA in (category, self._since_mark):
+            self._ring.mark(self._since_mark)
+            self._since_mark = self._category_on_device(category)
+
+    def end(self, spent: Sequence[int], note: Note) -> None:
+        """End a step on the host, and read some of the steps that the device has finished."""
+        self._ended = note
+        self._ended_since_asked += 1
+        if self._ended_since_asked >= ASK_EVERY or self._ring.is_half_full:
+            self._ended_since_asked = 0
+            self._ring.catch_up()
+        self._read(min(READS_PER_STEP, self._ring.passed))
+
+    def close(self) -> None:
+        """End the last step on the device, if it is open."""
+        if self._ended is None:
+            return
+        note = self._ended
+        self._ended = None
+        self._ring.mark(self._since_mark)
+        self._ring.end_step(note)
+        self._begin_step(note.number + 1)
+
+    def catch_up(self, *, wait: bool) -> None:
+        """Read all steps that the device has finished, or all steps if ``wait``, blocking the host."""
+        if wait:
+            self._ring.wait()
+        self._ended_since_asked = 0
+        self._ring.catch_up()
+        self._read(self._ring.passed)
+
+    def _begin_step(self, number: int) -> None:
+        """Choose whether the parts of the step that begins now are marked."""
+        self._divides = is_divided(number)
+        self._since_mark = self._category_on_device(OTHER)
+
+    def _category_on_device(self, category: int) -> int:
+        """The category under which the device's time is counted in the current step."""
+        return category if self._divides or category == DATA else UNDIVIDED
+
+    def _read(self, steps: int) -> None:
+        """Read this many steps, which the device has finished, and pass on those that were measured."""
+        for _ in range(steps):
+            step = self._ring.read()
+            if step is None:
+                return
+            note, intervals = step
+            if intervals is not None:
+                parts = [0.0] * 8
+                for category, ns in intervals:
+                    parts[category] += ns
+                self._keep(_times(parts, note))
+
+
 class StepMeter:
     """Divides time into categories: each mark begins a category, so that all time is counted once.
 
@@ -347,42 +471,25 @@ class StepMeter:
     def __init__(
         self, keep: Callable[[StepTimes], object], *, clock: Clock = host_clock, ring: EventRing | None = None
     ) -> None:
-        self._keep = keep
+        self._steps = _Steps(keep) if ring is None else _DeviceSteps(ring, keep)
         self._clock = clock
-        self._ring = ring
-        self._spent = [0] * 8
-        self._category = OTHER
-        self._since_mark = UNDIVIDED
-        """Category of the time since the last mark on the device."""
-        self._divides = False
-        """True if all parts of the current step are marked on the device."""
-        self._asked_at = 0
-        """Number of steps that had ended when the device was last asked how far it is."""
-        self._ended: Note | None = None
-        """The step that has ended on the host, until the mark of its end is set on the device."""
-        self._last = clock()
-        self._stack: list[int] = []
-        """Categories to return to, outermost first."""
-        self._looking_ahead = False
-        self._running = False
-        self._counted = False
-        self._epoch_began: int | None = None
         self.finished = 0
         """Number of steps that have ended, whether or not they are measured yet."""
         self.source = 0
         """As in :class:`StepTimes`, for the current batch. Set it before the step ends."""
         self.on_epoch_start: Callable[[float], object] | None = None
         """Called with the seconds from the start of an epoch to its first batch."""
+        self.begin(epoch=False)
 
     @property
     def lost(self) -> int:
         """Steps that the device clock could not measure: :attr:`EventRing.lost`."""
-        return self._ring.lost if self._ring is not None else 0
+        return self._steps.lost
 
     @property
     def between_steps(self) -> bool:
         """True while time passes as ``other``."""
-        return self._category == OTHER
+        return self._categories[-1] == OTHER
 
     # --- the run around the steps -------------------------------------------------------------------------------------
 
@@ -396,15 +503,16 @@ class StepMeter:
         self.close_step()
         self._last = self._clock()
         self._spent = [0] * 8
-        self._category = OTHER
-        self._stack.clear()
+        self._categories = [OTHER]
+        """The current category, after those to return to, outermost first."""
         self._looking_ahead = False
         self._running = False
         self._counted = False
-        self._epoch_began = (self._last if since is None else since) if epoch else None
-        if self._ring is not None:
-            self._ring.begin()
-            self._next_step()
+        self._epoch_began: int | None = None
+        """The host's clock at the start of an epoch, until its first batch comes."""
+        if epoch:
+            self._epoch_began = self._last if since is None else since
+        self._steps.begin(self.finished + 1)
 
     def leave_out_step(self) -> None:
         """Do not count the current step: it contains work other than training, such as a validation."""
@@ -413,41 +521,29 @@ class StepMeter:
 
     def close_step(self) -> None:
         """End the last step now, also on the device: work other than training follows, or its times are needed."""
-        note = self._ended
-        if note is None or self._ring is None:
-            return
-        self._ended = None
-        self._ring.mark(self._since_mark)
-        self._ring.end_step(note)
-        self._next_step()
+        self._steps.close()
 
     def catch_up(self) -> None:
         """End the last step, and read all steps that the device has finished. The host does not wait."""
         self.close_step()
-        if self._ring is not None:
-            self._asked_at = self.finished
-            self._ring.catch_up()
-            self._read(self._ring, self._ring.passed)
+        self._steps.catch_up(wait=False)
 
     def end(self, *, wait: bool = True) -> None:
         """Finish training: read what the device has completed, or everything if ``wait``, blocking the host once."""
         self.close_step()
-        if self._ring is not None and wait:
-            self._ring.wait()
-        self.catch_up()
+        self._steps.catch_up(wait=wait)
 
     # --- marks --------------------------------------------------------------------------------------------------------
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch."""
-        self._stack.append(self._category)
-        self._switch(DATA)
+        self._switch(DATA, inside=True)
 
     def fetch_ended(self) -> None:
         """Note that the batch has arrived. Outside a look-ahead, the transfer to the device follows."""
-        if not self._stack:
+        if len(self._categories) == 1:
             return  # the fetch began before this object was made
-        interrupted = self._stack.pop()
+        interrupted = self._categories.pop(-2)
         self._switch(interrupted if self._looking_ahead or self._running else H2D)
         self._first_batch_came()
 
@@ -464,25 +560,25 @@ class StepMeter:
 
     def arrived(self) -> None:
         """Note that the batch is on the device. Does nothing in a look-ahead, or outside ``copy``, as in validation."""
-        if self._category == H2D and not self._looking_ahead:
+        if self._categories[-1] == H2D and not self._looking_ahead:
             self._switch(COMPUTE)
 
     def step_began(self) -> None:
         """Note that the step runs. ``compute`` begins here if no arrival was noted, as with ``dataloader_iter``."""
         self._running = True
-        if self._category != COMPUTE:
+        if self._categories[-1] != COMPUTE:
             self._switch(COMPUTE)
 
     def part_began(self, category: int) -> None:
         """Begin ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER``, inside the step or inside another such part."""
         if self._running:
-            self._stack.append(self._category)
-            self._switch(category, marks=category != OPTIMIZER)
+            self._switch(category, inside=True, marks=category != OPTIMIZER)
 
     def part_ended(self) -> None:
         """Return to the category around the part."""
-        if self._running and self._stack:
-            self._switch(self._stack.pop(), marks=self._category == BACKWARD)
+        if self._running and len(self._categories) > 1:
+            marks = self._categories[-1] == BACKWARD
+            self._switch(self._categories.pop(-2), marks=marks)
 
     def step_ended(self) -> None:
         """End the step."""
@@ -491,72 +587,36 @@ class StepMeter:
         self._running = False
         spent = self._spent
         self._spent = [0] * 8
-        counted = self._counted
-        self._counted = True
         self.finished += 1
-        note = Note(spent[DATA], counted, self.finished, self.source)
-        if self._ring is None:
-            self._keep(_times(spent, note))
-            return
-        self._ended = note
-        if self.finished - self._asked_at >= ASK_EVERY or self._ring.is_half_full:
-            self._asked_at = self.finished
-            self._ring.catch_up()
-        self._read(self._ring, min(READS_PER_STEP, self._ring.passed))
+        note = Note(spent[DATA], self._counted, self.finished, self.source)
+        self._counted = True
+        self._steps.end(spent, note)
 
     def look_ahead_began(self) -> None:
         """Note that a prefetcher starts to fetch the next batch and to copy it to the device."""
-        self._stack.append(self._category)
         self._looking_ahead = True
-        self._switch(H2D, marks=False)
+        self._switch(H2D, inside=True, marks=False)
 
     def look_ahead_ended(self) -> None:
         """Return to the interrupted category."""
         if self._looking_ahead:
             self._looking_ahead = False
-            self._switch(self._stack.pop())
+            self._switch(self._categories.pop(-2))
 
-    def _switch(self, category: int, *, marks: bool = True) -> None:
-        """Begin a category. With ``marks=False`` no mark is set: on the device, the last category continues."""
+    def _switch(self, category: int, *, inside: bool = False, marks: bool = True) -> None:
+        """Begin a category in place of the current one, or ``inside`` it.
+
+        With ``marks=False`` no mark is set: on the device, the last category continues.
+        """
         now = self._clock()
-        self._spent[self._category] += now - self._last
+        self._spent[self._categories[-1]] += now - self._last
         self._last = now
-        if self._ring is not None and marks:
-            self._mark(self._ring, category)
-        self._category = category
-
-    def _mark(self, ring: EventRing, category: int) -> None:
-        """Set a mark on the device, if this step needs one between ``category`` and the category before."""
-        if self._ended is not None:
-            if category != OTHER:  # a look-ahead that ended without a fetch is not the next step
-                self.close_step()
-                self._since_mark = self._category_on_device(category)
-            return
-        if self._divides or DATA in (category, self._since_mark):
-            ring.mark(self._since_mark)
-            self._since_mark = self._category_on_device(category)
-
-    def _next_step(self) -> None:
-        """Choose whether the parts of the step that begins now are marked on the device."""
-        self._divides = is_divided(self.finished + 1)
-        self._since_mark = self._category_on_device(OTHER)
-
-    def _category_on_device(self, category: int) -> int:
-        """The category under which the device's time is counted in the current step."""
-        return category if self._divides or category == DATA else UNDIVIDED
-
-    def _read(self, ring: EventRing, steps: int) -> None:
-        """Read this many steps, which the device has finished, and pass on those that were measured."""
-        for _ in range(steps):
-            step = ring.read()
-            if step is None:
-                return
-            note, intervals = step
-            if intervals is not None:
-                parts = [0.0] * 8
-                for category, ns in intervals:
-                    parts[category] += ns
-                self._keep(_times(parts, note))
+        if marks:
+            self._steps.mark(category)
+        if inside:
+            self._categories.append(category)
+        else:
+            self._categories[-1] = category
 
 
 def _times(parts: Sequence[float], note: Note) -> StepTimes:

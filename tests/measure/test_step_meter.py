@@ -18,7 +18,6 @@ class Loop:
         self.meter = self.device.meter(keep, size=size) if on_device else StepMeter(keep, clock=self.device.clock)
         self.starts: list[float] = []
         self.meter.on_epoch_start = self.starts.append
-        self.meter.begin(epoch=False)
 
     def fetch(self, ms: float) -> None:
         self.meter.fetch_began()

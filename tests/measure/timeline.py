@@ -54,7 +54,6 @@ class Timeline:
         self.began = self.ended = self.device.now
         if loader is not None:
             loader.began = self.began
-        self.meter.begin(epoch=False)
 
     def run(self, steps: Sequence[Step], between: Callable[[int], None] | None = None) -> None:
         """Run ``steps``; after the step with number k ``between(k)``. Then all that is queued is worked off."""
