@@ -269,7 +269,7 @@ class _Run:
         self._stream = SideStream()
         """The stream for copies; until a loop of the run is prefetched, one that does nothing."""
         self._prefetcher: Prefetcher | None = None
-        """None as long. After that, batches that are not copied ahead use its stream, too."""
+        """Copies batches; None until a loop is prefetched. From then on all batches use its stream, copied ahead or not."""
         self._is_staging = False
         """True while a batch is copied ahead of its step."""
         self._in_hand: CopiedBatch | None = None
