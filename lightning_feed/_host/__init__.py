@@ -28,6 +28,24 @@ from lightning_feed._host.arguments import (
     steps_between_checkpoints as steps_between_checkpoints,
     takes_iterator as takes_iterator,
 )
+from lightning_feed._host.fetcher import (
+    Fetched as Fetched,
+    FetcherTap as FetcherTap,
+    adopt_fetcher as adopt_fetcher,
+    batches_to_skip as batches_to_skip,
+    begin_epoch as begin_epoch,
+    checkpoint_loader_states as checkpoint_loader_states,
+    count_the_batch_in_hand as count_the_batch_in_hand,
+    end_epoch as end_epoch,
+    epoch_is_trained as epoch_is_trained,
+    forget_states as forget_states,
+    is_stateful as is_stateful,
+    load_states_once as load_states_once,
+    more_to_draw as more_to_draw,
+    reopen_epoch as reopen_epoch,
+    tap_of as tap_of,
+    write_loader_states as write_loader_states,
+)
 from lightning_feed._host.loaders import (
     change_saved_arguments as change_saved_arguments,
     loader_names as loader_names,
@@ -74,7 +92,7 @@ from lightning_feed._host.types import (
     AnyModule as AnyModule,
     AnyTrainer as AnyTrainer,
     Original as Original,
-    Stage as Stage,
+    RunStage as RunStage,
 )
 from lightning_feed._host.wraps import (
     RunBegins as RunBegins,

@@ -4,10 +4,10 @@ import inspect
 from typing import Any
 
 from lightning_feed._host.loops import loop_of
-from lightning_feed._host.types import AnyTrainer, Stage
+from lightning_feed._host.types import AnyTrainer, RunStage
 
 
-def loop_loaders(trainer: AnyTrainer, stage: Stage) -> list[Any]:
+def loop_loaders(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
     """The loaders of a stage, flattened. Checked against Lightning 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
     combined = loop_of(trainer, stage)._combined_loader
     return [] if combined is None else list(combined.flattened)
@@ -18,7 +18,7 @@ def train_loaders(trainer: AnyTrainer) -> list[Any]:
     return loop_loaders(trainer, "fit")
 
 
-def loader_names(trainer: AnyTrainer, stage: Stage) -> list[str]:
+def loader_names(trainer: AnyTrainer, stage: RunStage) -> list[str]:
     """The names of a stage's loaders: their keys if they are in a dict, else Lightning's names in metrics.
 
     Lightning's names are ``dataloader_idx_0``, ``dataloader_idx_1`` and so on.
@@ -31,7 +31,7 @@ def loader_names(trainer: AnyTrainer, stage: Stage) -> list[str]:
     return [f"dataloader_idx_{index}" for index in range(len(loaders))]
 
 
-def loop_iterators(trainer: AnyTrainer, stage: Stage) -> list[Any]:
+def loop_iterators(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
     """The iterators that a stage's batches come from at this moment; empty outside the stage.
 
     There is one iterator for each loader. But if CombinedLoader is in ``sequential`` mode, which takes the loaders one

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from lightning_feed._host.arguments import callbacks_of, reload_interval
-from lightning_feed._host.types import AnyTrainer, Stage
+from lightning_feed._host.types import AnyTrainer, RunStage
 
 
-def stage_now(trainer: AnyTrainer) -> Stage:
+def stage_now(trainer: AnyTrainer) -> RunStage:
     """The stage of the running loop: ``"fit"``, ``"validate"`` (also within a fit), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
@@ -18,7 +18,7 @@ def stage_now(trainer: AnyTrainer) -> Stage:
     return "predict"
 
 
-def loop_of(trainer: AnyTrainer, stage: Stage) -> Any:
+def loop_of(trainer: AnyTrainer, stage: RunStage) -> Any:
     """The loop of a stage, named as by :func:`stage_now`.
 
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``).
@@ -76,7 +76,7 @@ def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
     return epoch + 1
 
 
-def batches_of(trainer: AnyTrainer, stage: Stage) -> int | None:
+def batches_of(trainer: AnyTrainer, stage: RunStage) -> int | None:
     """Number of batches in an epoch of a stage, in evaluation summed over all loaders; None if there is no length.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).

@@ -2,9 +2,9 @@
 
 from lightning_feed._host.arguments import callbacks_of, profiler_of
 from lightning_feed._host.origin import defined_by_lightning
-from lightning_feed._host.types import AnyTrainer, Stage
+from lightning_feed._host.types import AnyTrainer, RunStage
 
-_EVALUATIONS: dict[Stage, tuple[str, str]] = {
+_EVALUATIONS: dict[RunStage, tuple[str, str]] = {
     "validate": ("[_EvaluationLoop].val_next", "validation"),
     "test": ("[_EvaluationLoop].test_next", "test"),
     "predict": ("[_PredictionLoop].predict_next", "predict"),
@@ -14,7 +14,7 @@ _BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
 """Lightning's classes whose hooks do nothing."""
 
 
-def actions(trainer: AnyTrainer, stage: Stage) -> dict[str, str]:
+def actions(trainer: AnyTrainer, stage: RunStage) -> dict[str, str]:
     """Map the parts of a stage's loop (``fetch``, ``to_device``, ``step``) to the profiler's names for them.
 
     Validations, tests and predictions also have ``epoch_end``, which starts after their last step. A fit also has:

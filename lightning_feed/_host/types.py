@@ -16,7 +16,7 @@ else:
 
 Original: TypeAlias = Callable[..., Any]
 """The method of Lightning or the user that a :class:`Wrap` replaces, and calls."""
-Stage = Literal["fit", "validate", "test", "predict"]
+RunStage = Literal["fit", "validate", "test", "predict"]
 Checkpoint: TypeAlias = dict[str, Any]
 """A checkpoint, as Lightning passes it to the hooks that save and load it."""
 LoaderStates: TypeAlias = list[dict[str, Any]]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer
-from lightning_feed._host.fetcher import (
+from lightning_feed._host import (
+    AnyTrainer,
     FetcherTap,
     adopt_fetcher,
     batches_to_skip,

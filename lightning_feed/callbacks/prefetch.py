@@ -9,8 +9,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Original, Stage
-from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw, tap_of
+from lightning_feed._host import (
+    AnyTrainer,
+    Fetched,
+    FetcherTap,
+    Original,
+    RunStage,
+    adopt_fetcher,
+    more_to_draw,
+    tap_of,
+)
 from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError, refuses_unknown_arguments
 from lightning_feed.load.collate import check_drop_keys
@@ -21,7 +29,7 @@ from lightning_feed.transfer.prefetcher import CopiedBatch, Prefetcher, SideStre
 
 logger = logging.getLogger(__name__)
 
-BATCH_ENDS: dict[Stage, str] = {
+BATCH_ENDS: dict[RunStage, str] = {
     "fit": "on_train_batch_end",
     "validate": "on_validation_batch_end",
     "test": "on_test_batch_end",
@@ -152,7 +160,7 @@ class PrefetchCallback(ExactResume):
 
     on_exception = teardown
 
-    def _begin(self, trainer: Trainer, stage: Stage) -> None:
+    def _begin(self, trainer: Trainer, stage: RunStage) -> None:
         self._was_active = self._active
         self._active = False
         if self.drop_keys or self.host_keys:
@@ -269,7 +277,7 @@ class _Run:
         self._stream = SideStream()
         """The stream for copies; until a loop of the run is prefetched, one that does nothing."""
         self._prefetcher: Prefetcher | None = None
-        """Copies batches; None until a loop is prefetched. From then on all batches use its stream, copied ahead or not."""
+        """Copies batches; None until a loop is prefetched. From then on, all batches are copied on its stream."""
         self._is_staging = False
         """True while a batch is copied ahead of its step."""
         self._in_hand: CopiedBatch | None = None
@@ -278,7 +286,7 @@ class _Run:
         """For each hook of the callback, True if the next batch is drawn in this hook."""
         self._wraps = _host.wrap_transfer(trainer, self._convert_input, self._batch_hook)
 
-    def begin_loop(self, stage: Stage, tap: FetcherTap, stream: SideStream) -> None:
+    def begin_loop(self, stage: RunStage, tap: FetcherTap, stream: SideStream) -> None:
         """Prefetch the batches of a stage's loop: choose the hook in which to look ahead.
 
         It is the earliest possible one, but after the user's code in the step. The callback's own hook is best, as it

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Original, Stage
+from lightning_feed._host import AnyTrainer, Original, RunStage
 from lightning_feed.callbacks import starvation_loggers
 from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_reports import RunReports, chosen_folder
@@ -94,7 +94,7 @@ class GPUStarvationCallback(Callback):
         self._measured_run: _MeasuredRun | None = None
         """The run that is being measured; None outside of one."""
         self._wall = WallClock()
-        self._measured: dict[Stage, Measurements] = {}
+        self._measured: dict[RunStage, Measurements] = {}
         self._last: StarvationStats | None = None
         self._once = Once(logger)
         self._guard = Guard("GPUStarvationCallback", self._let_go)
@@ -115,7 +115,7 @@ class GPUStarvationCallback(Callback):
             return measured.figures.last
         return self._last
 
-    def report(self, stage: Stage = "fit") -> Diagnosis:
+    def report(self, stage: RunStage = "fit") -> Diagnosis:
         """The verdict on what limits training, from all steps measured in the current or last fit.
 
         Args:
@@ -158,7 +158,7 @@ class GPUStarvationCallback(Callback):
 
     on_test_start = on_predict_start = on_train_start
 
-    def _begin(self, trainer: AnyTrainer, stage: Stage) -> None:
+    def _begin(self, trainer: AnyTrainer, stage: RunStage) -> None:
         self._let_go()
         callbacks = [
             callback for callback in _host.callbacks_of(trainer) if isinstance(callback, GPUStarvationCallback)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Stage
+from lightning_feed._host import AnyTrainer, RunStage
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import loaders_in
@@ -28,7 +28,9 @@ _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
+def facts_of(
+    trainer: AnyTrainer, guard: Guard, stage: RunStage = "fit", *, before: LoopFacts | None = None
+) -> LoopFacts:
     """Collect the facts about a stage's loop. Copies lines of the user's code from ``before``, its earlier facts."""
     machine = read_machine()
     loaders = inner_loaders(trainer, stage)
@@ -133,7 +135,7 @@ def measures(trainer: AnyTrainer) -> bool:
     return any(observer.was_asked_for for observer in observers)
 
 
-def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
+def _trainer_facts(trainer: AnyTrainer, stage: RunStage) -> TrainerFacts:
     package = _package_of(trainer)
     facts = TrainerFacts(
         package="pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch",
@@ -176,7 +178,7 @@ def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
     return every, None if between is None else int(between)
 
 
-def inner_loaders(trainer: AnyTrainer, stage: Stage) -> list[Any]:
+def inner_loaders(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
     """The loaders of a stage, each without the wrappers around it."""
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 

@@ -80,7 +80,7 @@ class RunReports:
             return replace(self._identity, folder="")
         return replace(self._identity, folder=folder.name)
 
-    def _write(self, report: Report, stage: _host.Stage) -> list[Path]:
+    def _write(self, report: Report, stage: _host.RunStage) -> list[Path]:
         folder = run_folder(self._trainer, self._folder)
         if folder is None:
             return []

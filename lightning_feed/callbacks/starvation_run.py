@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Original, Stage
+from lightning_feed._host import AnyTrainer, Original, RunStage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
 from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, time_left, was_tuned
 from lightning_feed.load.streams import RepeatedBatches
@@ -24,7 +24,7 @@ from lightning_feed.measure.stats import GpuStats, StarvationStats, loop_tags, t
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
 from lightning_feed.measure.wall import Part, WallClock, WallStats
 
-_PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
+_PART: dict[RunStage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
 """The part of wall time in which each stage's loop begins."""
 
 
@@ -51,7 +51,7 @@ class _Loops:
         self,
         trainer: AnyTrainer,
         guard: Guard,
-        stage: Stage,
+        stage: RunStage,
         wall: WallClock,
         also_undo: Callable[[Callable[[], object]], object],
     ) -> None:
@@ -66,7 +66,7 @@ class _Loops:
         self._validation_since: int | None = None
         """The host's clock when the current validation began; None outside a validation."""
 
-    def _make(self, stage: Stage) -> MeasuredLoop:
+    def _make(self, stage: RunStage) -> MeasuredLoop:
         loop = MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
@@ -78,7 +78,7 @@ class _Loops:
         self._also_undo(loop.drop_sample)
         return loop
 
-    def begin(self, loop: MeasuredLoop, stage: Stage, since: int | None = None) -> None:
+    def begin(self, loop: MeasuredLoop, stage: RunStage, since: int | None = None) -> None:
         """Begin a loop, at ``since`` by the host's clock, or now if None."""
         loop.begins(facts_of(self._trainer, self._guard, stage, before=loop.facts), since)
 
@@ -148,7 +148,7 @@ class StarvationRun:
     """
 
     def __init__(
-        self, trainer: AnyTrainer, *, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
+        self, trainer: AnyTrainer, *, guard: Guard, wall: WallClock | None = None, stage: RunStage = "fit"
     ) -> None:
         self.trainer = trainer
         self.guard = guard
@@ -315,7 +315,7 @@ class StarvationRun:
             LOOK_AHEAD: tap(lambda: self.loops.now.meter.look_ahead_ended()),
             HAND_OUT: tap(lambda: self.loops.now.handed_out()),
         }
-        stages: tuple[Stage, ...] = ("validate", self.stage)
+        stages: tuple[RunStage, ...] = ("validate", self.stage)
         for stage in stages:
             for part, name in _host.actions(self.trainer, stage).items():
                 if part in begins:
@@ -461,7 +461,7 @@ class RunFigures:
         self._final = self.measurements()
 
 
-def _tags_of(loop: MeasuredLoop, stage: Stage) -> dict[str, float]:
+def _tags_of(loop: MeasuredLoop, stage: RunStage) -> dict[str, float]:
     loop.meter.catch_up()
     stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
     return loop_tags(stage, stats, loop.by_loader())

@@ -412,6 +412,3 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
         most_gain_pct=100 * taken_s * (1 - 1 / factor) / wall.run_s,
         change=Change("every_n_train_steps", str(rarer)),
     )
-
-
-RUN_RULES = (rarer_validation, rarer_checkpoints)

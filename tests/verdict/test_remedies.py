@@ -23,7 +23,7 @@ from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import RunIdentity
 from lightning_feed.report.words import words
-from lightning_feed.verdict.decide import RUN_RULES, decide
+from lightning_feed.verdict.decide import decide, rarer_checkpoints, rarer_validation
 from lightning_feed.verdict.diagnosis import Form, Note, Remedy
 from lightning_feed.verdict.remedies import RULES, may_try_workers, setting_of
 from lightning_feed.verdict.thresholds import (
@@ -363,7 +363,7 @@ CONTRACTS = {
 
 
 def test_every_remedy_rule_has_its_test_case() -> None:
-    rules = [*RULES, *RUN_RULES]
+    rules = [*RULES, rarer_validation, rarer_checkpoints]
     assert list(CONTRACTS) == [rule.__name__.replace("_", " ") for rule in rules]
 
 
