@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from loader_process import memory_of
 
-from lightning_feed.demo import IMAGES, RUNS, make_images
+from lightning_feed.demo import IMAGES, RUNS
+from lightning_feed.demo_images import make_images
 from lightning_feed.machine.limits import read_machine
 
 

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, PrefetchCallback
-from lightning_feed.demo import make_images
+from lightning_feed.demo_images import make_images
 
 SMALL = [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()]
 NORMALISED = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]
