@@ -3,7 +3,7 @@
 import platform
 import resource
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,19 +46,22 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     Args:
         root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
     """
-    findings: list[Finding] = []
-    for check in (_versions, _gpus, _cpus, _memory):
-        try:
-            findings += check(root)
-        except Exception as error:  # noqa: BLE001  # on a broken machine the other checks still run
-            findings.append(Finding(check.__name__.strip("_"), f"not known: {type(error).__name__}: {error}"))
-    return findings
+    checks = (_versions, _gpus, _cpus, _memory)
+    return [finding for check in checks for finding in _findings(check, root)]
 
 
-def _versions(_: Path) -> Iterator[Finding]:
-    yield Finding("Python", f"{platform.python_version()}, {platform.platform()}")
-    packages = [Finding(name, installed_version(name) or "") for name in PACKAGES]
-    yield from (package for package in packages if package.value)
+def _findings(check: Callable[[Path], Iterable[Finding]], root: Path) -> Iterator[Finding]:
+    try:
+        yield from check(root)
+    except Exception as error:  # noqa: BLE001  # on a broken machine the other checks still run
+        yield Finding(check.__name__.strip("_"), f"not known: {type(error).__name__}: {error}")
+
+
+def _versions(_: Path) -> list[Finding]:
+    return [
+        Finding("Python", f"{platform.python_version()}, {platform.platform()}"),
+        *(Finding(name, version) for name in PACKAGES if (version := installed_version(name))),
+    ]
 
 
 def _gpus(_: Path) -> Iterator[Finding]:
@@ -78,62 +81,72 @@ def _gpus(_: Path) -> Iterator[Finding]:
         yield Finding(f"GPU {index}", str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
 
 
-def _cpus(root: Path) -> Iterator[Finding]:
+def _cpus(root: Path) -> list[Finding]:
     machine = read_machine(root)
     usable = machine.usable_cpus
     threads = torch.get_num_threads()
     others_pct = others_pct_now(usable, root) or 0.0
-    yield Finding(
-        "CPUs",
-        f"{usable} usable ({machine.cpu_reason})",
-        "Loading and training share one CPU. Give the process or its container more CPUs.",
-    ).only_if(usable < 2)
-    yield Finding(
-        "torch threads",
-        str(threads),
-        f"More than the usable CPUs. Set OMP_NUM_THREADS={usable}, or call torch.set_num_threads({usable}).",
-    ).only_if(threads > usable)
-    yield Finding(
-        "other programs",
-        f"{others_pct:.0f} % of the CPUs",
-        "They slow training and loading down. Measure again without them before you trust a figure.",
-    ).only_if(others_pct >= OTHERS_PCT)
+    return [
+        Finding(
+            "CPUs",
+            f"{usable} usable ({machine.cpu_reason})",
+            "Loading and training share one CPU. Give the process or its container more CPUs.",
+        ).only_if(usable < 2),
+        Finding(
+            "torch threads",
+            str(threads),
+            f"More than the usable CPUs. Set OMP_NUM_THREADS={usable}, or call torch.set_num_threads({usable}).",
+        ).only_if(threads > usable),
+        Finding(
+            "other programs",
+            f"{others_pct:.0f} % of the CPUs",
+            "They slow training and loading down. Measure again without them before you trust a figure.",
+        ).only_if(others_pct >= OTHERS_PCT),
+    ]
 
 
-def _memory(root: Path) -> Iterator[Finding]:
+def _memory(root: Path) -> list[Finding]:
     machine = read_machine(root)
-    available_bytes = machine.available_memory_bytes
-    if available_bytes is not None:
-        yield Finding(
-            "memory",
-            f"{size_text(available_bytes)} available",
-            "Workers or a cache may be killed. Use fewer workers, or raise the limit.",
-        ).only_if(available_bytes < 2 << 30)
-    shm_bytes = machine.free_shm_bytes
-    if shm_bytes is not None:
-        wanted_bytes = 2 * machine.usable_cpus * BATCH_BYTES
-        yield Finding(
-            "/dev/shm",
-            f"{size_text(shm_bytes)} free",
-            "Workers die with a bus error when it is full: two batches of 64 x 3 x 224 x 224 float32 for each CPU need "
-            f"{size_text(wanted_bytes)}. Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: "
-            "Memory at /dev/shm.",
-        ).only_if(shm_bytes < wanted_bytes)
+    shm_bytes = 2 * machine.usable_cpus * BATCH_BYTES
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Finding(
-        "open files",
-        str(files),
-        "Each tensor from a worker keeps a file open, which may end in the error: Too many open files. Raise the limit "
-        '(ulimit -n 65536), or call torch.multiprocessing.set_sharing_strategy("file_system").',
-    ).only_if(0 <= files < 1024)
+    rooms = [
+        (
+            "memory",
+            machine.available_memory_bytes,
+            "available",
+            2 << 30,
+            "Workers or a cache may be killed. Use fewer workers, or raise the limit.",
+        ),
+        (
+            "/dev/shm",
+            machine.free_shm_bytes,
+            "free",
+            shm_bytes,
+            "Workers die with a bus error when it is full: two batches of 64 x 3 x 224 x 224 float32 for each CPU need "
+            f"{size_text(shm_bytes)}. Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: "
+            "Memory at /dev/shm.",
+        ),
+    ]
+    return [
+        *(
+            Finding(topic, f"{size_text(size_bytes)} {state}", advice).only_if(size_bytes < least_bytes)
+            for topic, size_bytes, state, least_bytes, advice in rooms
+            if size_bytes is not None
+        ),
+        Finding(
+            "open files",
+            str(files),
+            "Each tensor from a worker keeps a file open, which may end in the error: Too many open files. Raise the "
+            'limit (ulimit -n 65536), or call torch.multiprocessing.set_sharing_strategy("file_system").',
+        ).only_if(0 <= files < 1024),
+    ]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
     """Findings as text: each value, with the advice below it if something is wrong."""
-    width = max(len(finding.topic) for finding in findings) + 2
+    indent = " " * (2 + max(len(finding.topic) for finding in findings))
     lines = []
     for finding in findings:
-        lines.append(f"{finding.topic:<{width}}{finding.value}")
-        arrow = f"{'':{width}}-> "
-        lines += textwrap.wrap(finding.advice, 110, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+        lines.append(f"{finding.topic:<{len(indent)}}{finding.value}")
+        lines += textwrap.wrap(finding.advice, 110, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")
     return "\n".join(lines)
