@@ -148,10 +148,7 @@ class WrappedLoaders(ChosenSettings):
                 if isinstance(loader.dataset, IterableDataset) and setting.num_workers > 1:
                     warnings = (_STREAM,)
         if not setting.num_workers:
-            unused = ", ".join(f"{name}={value!r}" for name, value in settings.asking_for_workers().items())
-            if unused and not warnings:
-                warnings = (f"{unused} has no effect, because the loader has no workers",)
-            return Recommendation(setting=setting, reasons=reasons, warnings=warnings)
+            return Recommendation(setting=setting, reasons=reasons, warnings=warnings or _unused_warnings(settings))
         setting, given = _with_given(setting, settings, pins=job.device_type in PINNING_DEVICES)
         return Recommendation(setting=setting, reasons=reasons | given, warnings=warnings)
 
@@ -183,6 +180,14 @@ class WrappedLoaders(ChosenSettings):
         if any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__):
             message += f" {_OF_DALI}"
         logger.warning("%s", message)
+
+
+def _unused_warnings(settings: LoaderSettings) -> tuple[str, ...]:
+    """A warning if the user has passed values that a loader without workers cannot use."""
+    unused = ", ".join(f"{name}={value!r}" for name, value in settings.asking_for_workers().items())
+    if not unused:
+        return ()
+    return (f"{unused} has no effect, because the loader has no workers",)
 
 
 def _with_given(setting: Setting, settings: LoaderSettings, *, pins: bool) -> tuple[Setting, dict[str, str]]:

@@ -176,15 +176,23 @@ class _Trial:
         self._find('quality="fast"', self._fast)
         if is_packed and holds_pixels(self._images.read(0)):
             return
-        datamodule = self.session.datamodule
-        if datamodule.decoder != "auto":
-            for name in DECODER_NAMES:
-                if name not in ("auto", datamodule.decoder):
-                    self._find(f'decoder="{name}"', partial(self._decoder, name))
+        self._find_decoders()
         if self.session.device.type == "cuda":
             self._find('backend="nvjpeg"', self._nvjpeg)
-        if is_packed:
+        if not is_packed:
+            self._find_packs()
+
+    def _find_decoders(self) -> None:
+        """Find the other decoders, if the user named one."""
+        named = self.session.datamodule.decoder
+        if named == "auto":
             return
+        for name in DECODER_NAMES:
+            if name not in ("auto", named):
+                self._find(f'decoder="{name}"', partial(self._decoder, name))
+
+    def _find_packs(self) -> None:
+        """Find the kinds of pack that can be made from the folder."""
         short_side = self._short_side()
         for decoded, size in ((True, None), (True, short_side), (False, short_side)):
             if decoded or size is not None:

@@ -77,15 +77,21 @@ def measure_workers(session: Session) -> None:
     why_not = why_left_alone(part.loader, rehearsal)
     if why_not and not part.loader.num_workers:
         session.note_refusal(why_not)
-    if not why_not and fills_a_cache(part.loader, rehearsal):
-        why_not = KEEPS
+    if fills_a_cache(part.loader, rehearsal):
+        why_not = why_not or KEEPS
     if why_not:
         raise NotMeasurable(why_not)
-    goal = _goal_of(session)
     try:
-        tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
+        tuned = tune_loader(
+            part.loader, _goal_of(session), rehearsal=rehearsal, machine=session.machine, clock=session.clock
+        )
     except NoAnswer as error:
         raise NotMeasurable(str(error)) from error
+    session.tuned = tuned
+    _note_trials(session, tuned)
+
+
+def _note_trials(session: Session, tuned: Tuned) -> None:
     trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
     session.note(
         tried=tuple(_tried(trial, tuned) for trial in trials),
@@ -93,7 +99,6 @@ def measure_workers(session: Session) -> None:
         out_of_time=tuned.out_of_time,
         inconclusive=tuned.inconclusive,
     )
-    session.tuned = tuned
 
 
 def _goal_of(session: Session) -> Goal:

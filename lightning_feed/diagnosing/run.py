@@ -313,13 +313,7 @@ class _Experiments:
         wanted = [name for name in LOADER_EXPERIMENTS if name in self.plan.only]
         if not wanted:
             return
-        spent_share = 0.0
-        share = 1.0
-        if session.model is not None:
-            spent_share = RUN_SHARE + REPLAY_SHARE
-            share -= spent_share + PROOF_SHARE
-            if self._may_use_fewer_threads():
-                share -= THREADS_SHARE
+        spent_share, share = self._loader_shares()
         begun: list[str] = []
 
         def on_progress(name: str, done: float) -> None:
@@ -341,6 +335,16 @@ class _Experiments:
             for name in wanted:
                 if name not in finished:
                     session.leave_out(name, str(error))
+
+    def _loader_shares(self) -> tuple[float, float]:
+        """The shares of the time budget before the experiments with the loader, and for them."""
+        if self.session.model is None:
+            return 0.0, 1.0
+        spent = RUN_SHARE + REPLAY_SHARE
+        later = PROOF_SHARE
+        if self._may_use_fewer_threads():
+            later += THREADS_SHARE
+        return spent, 1.0 - spent - later
 
     def _prove(self, tuned: Tuned) -> None:
         """Train with the setting that the trials chose. If that is no faster, the user's setting counts as chosen."""

@@ -179,6 +179,10 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
     frame = _read_frame(as_array(data).data)
     if frame is None:
         return _NO_FRAME
+    return _frame_refusal(frame)
+
+
+def _frame_refusal(frame: "_Frame") -> str | None:
     if frame.marker not in (_BASELINE, _PROGRESSIVE) or frame.bits != 8:
         return _OTHER_CODING
     if len(frame.sampling) == _GREY:
@@ -206,6 +210,11 @@ class _Frame(NamedTuple):
     """True if the components are R, G and B."""
 
 
+def _is_adobes(segment: memoryview) -> bool:
+    """True for a segment that declares the transform of the colours, in its byte 11."""
+    return len(segment) >= 12 and bytes(segment[:5]) == b"Adobe"
+
+
 def _read_frame(data: memoryview) -> _Frame | None:
     """Read the frame header. Returns None if it is missing or cut short.
 
@@ -216,13 +225,14 @@ def _read_frame(data: memoryview) -> _Frame | None:
     header = data[:0]
     is_untransformed = False
     for marker, start, end in jpeg_segments(data):
+        segment = data[start:end]
         if marker == _SCAN:
             break
         if marker in FRAME_HEADERS:
             frame = marker
-            header = data[start:end]
-        elif marker == _APP14 and bytes(data[start : start + 5]) == b"Adobe" and start + 12 <= min(end, len(data)):
-            is_untransformed = data[start + 11] == 0
+            header = segment
+        elif marker == _APP14 and _is_adobes(segment):
+            is_untransformed = segment[11] == 0
     if len(header) < 6 or len(header) < 6 + 3 * header[5]:
         return None
     components = header[6 : 6 + 3 * header[5]]

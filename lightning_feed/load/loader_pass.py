@@ -86,7 +86,7 @@ class LoaderPass(Iterator[Batch]):
             self._rest = self._substitutes.recover(error)
             if self._rest is not None:
                 return next(self._rest)
-            clearer = self._ended(error) if isinstance(error, StopIteration) else self._failed(error)
+            clearer = self._stopped_by(error)
             if clearer is None:
                 raise
             raise clearer from error
@@ -120,6 +120,12 @@ class LoaderPass(Iterator[Batch]):
     def where(self) -> str:
         """Describe the work that this pass is waiting for. May be called from any thread."""
         return self._maker.where() if self._rest is None else self._rest.where()
+
+    def _stopped_by(self, error: BaseException) -> FeedError | None:
+        """End the pass after an error or a StopIteration. Returns the error to raise in its place, or None."""
+        if isinstance(error, StopIteration):
+            return self._ended(error)
+        return self._failed(error)
 
     def _ended(self, end: StopIteration) -> FeedError | None:
         """End the pass after a StopIteration. Returns the error to raise, or None if all batches were yielded."""

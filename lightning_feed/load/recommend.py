@@ -243,8 +243,7 @@ def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
 def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> tuple[bool, str]:
     is_repeated = workload.split in ("train", "val")
     epochs_until_reload = workload.reload_every_n_epochs if is_repeated else 0
-    if epochs_until_reload:
-        _refuse_persistent(settings, epochs_until_reload)
+    _check_reload(settings, epochs_until_reload)
     if settings.workers == "thread" and workers:
         why = "threads start in less than a millisecond"
         if settings.persistent_workers is True:
@@ -263,8 +262,8 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     return True, "avoids starting the workers again in each epoch"
 
 
-def _refuse_persistent(settings: LoaderSettings, epochs_until_reload: int) -> None:
-    if settings.persistent_workers is True:
+def _check_reload(settings: LoaderSettings, epochs_until_reload: int) -> None:
+    if epochs_until_reload and settings.persistent_workers is True:
         raise SettingsError(
             f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={epochs_until_reload}) would keep "
             "workers for loaders that are replaced. Leave one of the two out."

@@ -307,8 +307,10 @@ class _Rehearsing:
 
     def _refusal(self, seen: _Seen, drawn_from: set[str]) -> Refusal | None:
         sample = seen.dependent_sample()
-        depends = sample is not None or bool(seen.by_past)
-        if depends and (self._loader.worker_init_fn is None or not seen.by_past):
+        depends = sample is not None
+        if seen.by_past:  # on random numbers, perhaps, which a worker_init_fn may seed
+            depends = self._loader.worker_init_fn is None
+        if depends:
             return self._past(sample)
         try:
             (heard,) = self._in_children(partial(_read_in_workers, self._loader, seen.first.items))
@@ -324,7 +326,9 @@ class _Rehearsing:
             return Refusal(reason="alike")
         left_out = seen.by_itself | seen.by_past
         pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
-        return Refusal(reason="workers") if any(differing(*pair) - left_out for pair in pairs) else None
+        if any(differing(*pair) - left_out for pair in pairs):
+            return Refusal(reason="workers")
+        return None
 
     def _past(self, sample: Index) -> Refusal:
         """A refusal with the name of what changes, if a child finds it."""

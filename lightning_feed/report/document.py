@@ -252,7 +252,7 @@ def to_plain(value: object) -> Any:
     Raises:
         TypeError: for a value that is neither a dataclass, a sequence, a dict, text, a number nor None.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if isinstance(value, (NoneType, bool, str)):
         return value
     if isinstance(value, Integral):  # NumPy's numbers too
         return int(value)
@@ -260,9 +260,10 @@ def to_plain(value: object) -> Any:
         return float(value) if math.isfinite(value) else None
     if isinstance(value, (tuple, list)):
         return [to_plain(part) for part in value]
-    if is_dataclass(value) or isinstance(value, dict):
-        named = value if isinstance(value, dict) else vars(value)
-        return {str(name): to_plain(part) for name, part in named.items()}
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {str(name): to_plain(part) for name, part in value.items()}
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 

@@ -327,15 +327,22 @@ def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
     ranks = diagnosis.measurements.ranks
     if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
         return "ranks"
-    starved_pct = diagnosis.stats.starved_pct
     shares = shares_of(diagnosis.measurements)
-    if shares is None or starved_pct is None:
-        return "steps"
-    if diagnosis.cause != "epoch start" and grade_of(starved_pct) == diagnosis.grade:
+    if shares is None or _steps_explain_the_grade(diagnosis):
         return "steps"
     if shares.epoch_pct == shares.data_pct:
         return "epochs"
-    return "ranks" if shares.by_ranks and not shares.compute_bound_confirmed else "steps"
+    if shares.by_ranks and not shares.compute_bound_confirmed:
+        return "ranks"
+    return "steps"
+
+
+def _steps_explain_the_grade(diagnosis: Diagnosis) -> bool:
+    """True if the grade follows from the waiting in this rank's steps, or if nothing else is known."""
+    starved_pct = diagnosis.stats.starved_pct
+    if starved_pct is None:
+        return True
+    return diagnosis.cause != "epoch start" and grade_of(starved_pct) == diagnosis.grade
 
 
 # --- without waiting ----------------------------------------------------------------------------------------------

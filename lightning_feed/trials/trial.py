@@ -72,7 +72,7 @@ class SettingLimits:
         if workers == 0:
             return ""
         has_threads = setting.workers == "thread"
-        batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)
+        batch_bytes = _largest(trial.batch_bytes for trial in trials)
         # Batches of the workers and of the background thread, and the batch in training.
         batches = setting.batches_ahead + self.background + 1
         footprint = Footprint(
@@ -89,7 +89,7 @@ class SettingLimits:
             return exceeded
         tensors = 0
         if multiprocessing.get_sharing_strategy() == "file_descriptor" and not setting.in_place:
-            tensors = max((trial.batch_tensors or 0 for trial in trials), default=0)
+            tensors = _largest(trial.batch_tensors for trial in trials)
         return self._too_many_files(workers, batches, tensors)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
@@ -109,6 +109,11 @@ class SettingLimits:
             f"{plural(workers, 'worker')} and {plural(batches, 'batch', 'batches')} of {plural(tensors, 'tensor')} "
             f"would keep {needed} files open, but this process may have {self.open_files:.0f} (`ulimit -n`)"
         )
+
+
+def _largest(values: Iterable[int | None]) -> int:
+    """The largest known value; 0 if none is known."""
+    return max(filter(None, values), default=0)
 
 
 def limits_of(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> SettingLimits:
