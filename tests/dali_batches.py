@@ -21,7 +21,9 @@ def write(root: Path, **splits: list[bytes]) -> Path:
 
 def active_in(module: ImageFolderDataModule) -> tuple[str, ...]:
     """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder._pipeline is not None))
+    return tuple(
+        sorted(split for split, decoder in module._images_run.pipelines.items() if decoder._pipeline is not None)
+    )
 
 
 def steps_off(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -1,12 +1,20 @@
-"""ImageFolderDataModule in a Trainer: its device, one decision for all ranks, and the ends of passes."""
+"""ImageFolderDataModule in a Trainer: its device, its choices, the same on all ranks, and the ends of passes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.images.backends import BackendChoice
+from lightning_feed.images.choose import DecoderChoice
+from lightning_feed.images.crop import Recipe, UserTransform
+from lightning_feed.images.dali_binding import DaliOptions
+from lightning_feed.images.dali_decoder import DaliImageDecoder
+from lightning_feed.images.decode_ahead import NvJpegOptions
+from lightning_feed.load.order import mix_seed
 
 Chosen = TypeVar("Chosen")
 
@@ -16,6 +24,61 @@ def device_of(trainer: Trainer | None) -> torch.device:
     if trainer is not None:
         return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def local_ranks_of(trainer: Trainer | None) -> int:
+    """Return the number of ranks on this machine."""
+    return 1 if trainer is None else trainer.num_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """The transforms of the images."""
+
+    train: Recipe
+    evaluation: Recipe
+    """The recipe of all other splits."""
+    on_device: Recipe
+    """The recipe of training images that stay on the device, where they are cropped."""
+
+    @property
+    def has_transform(self) -> bool:
+        """True if one of them is a transform of the user's."""
+        return isinstance(self.train, UserTransform) or isinstance(self.evaluation, UserTransform)
+
+
+@dataclass
+class ImageRun:
+    """The choices that a data module makes once, and what it keeps on the device."""
+
+    options: DaliOptions | NvJpegOptions | None
+    """Options of the backend; None if it has none."""
+    decoder: DecoderChoice | None = None
+    """The decoder in use; None until the first dataset is made."""
+    backend: BackendChoice | None = None
+    """The backend in use; None until the first dataset is made."""
+    pipelines: dict[str, DaliImageDecoder] = field(default_factory=dict)
+    """The DALI decoder of each split."""
+    generators: dict[torch.device, tuple[int, torch.Generator]] = field(default_factory=dict)
+    """The epoch in which a device's random numbers began, and their generator."""
+
+    @property
+    def backend_name(self) -> str | None:
+        """Name of the backend in use; None until the first dataset is made."""
+        return None if self.backend is None else self.backend.name
+
+    def copy(self) -> "ImageRun":
+        """Return the same choices, without device data: a worker that receives these would open the device."""
+        return replace(self, pipelines={}, generators={})
+
+    def generator(self, device: torch.device, epoch: int, *, run_seed: int, rank: int) -> torch.Generator:
+        """Return a generator of our own for random numbers on the device, seeded by run, epoch and rank."""
+        held = self.generators.get(device)
+        if held is None or held[0] != epoch:
+            seed = mix_seed(run_seed, epoch, rank, "device augmentation")
+            held = (epoch, torch.Generator(device).manual_seed(seed))
+            self.generators[device] = held
+        return held[1]
 
 
 def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:

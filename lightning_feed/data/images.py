@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from lightning_feed import _host
 from lightning_feed.data.datamodule import FeedDataModule, check_whole
-from lightning_feed.data.image_run import PassEnds, device_of, once_for_all_ranks
+from lightning_feed.data.image_run import ImageRun, PassEnds, Recipes, device_of, local_ranks_of, once_for_all_ranks
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.images import backends
@@ -29,7 +29,6 @@ from lightning_feed.images.image_dataset import ImageDataset, collate_encoded, c
 from lightning_feed.images.ragged_crop import normalization_of
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.stage import BatchDecoder
 from lightning_feed.machine import limits
@@ -73,6 +72,9 @@ class FeedImageFolder(FeedDataModule):
         loader: LoaderSettings | None = None,
         **storage: Any,
     ) -> None:
+        name, options = backends.resolve(backend)
+        if loader is None and name in backends.DALI_BACKENDS:
+            loader = LoaderSettings(workers="thread")  # workers only read, for which threads are enough
         super().__init__(batch_size, eval_batch_size=eval_batch_size, loader=loader, data_dir=root, **storage)
         check_choice("quality", quality, QUALITIES)
         check_choice("decoder", decoder, DECODER_NAMES)
@@ -88,16 +90,17 @@ class FeedImageFolder(FeedDataModule):
         self.dtype = dtype
         self.decoder = decoder
         self.quality = quality
-        self.backend, self._images_options = backends.resolve(backend)
+        self.backend = name
         self.on_error = on_error
         self.max_failures = max_failures
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
-        self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
+        train: Recipe = TrainRecipe(size=image_size, quality=quality)
         if transform is not None:
-            self._images_train = UserTransform(transform)
-        self._images_eval: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
+            train = UserTransform(transform)
+        evaluation: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
         if eval_transform is not None:
-            self._images_eval = UserTransform(eval_transform)
+            evaluation = UserTransform(eval_transform)
+        self._images_recipes = Recipes(train=train, evaluation=evaluation, on_device=SquareRecipe(size=short_side))
         BadSamples(on_error, max_failures)  # refuses invalid values early
         if self._feed.loaders.on_device and transform is not None:
             raise SettingsError(
@@ -105,13 +108,8 @@ class FeedImageFolder(FeedDataModule):
                 "transform out (crop and flip are then done on the device), or leave on_device out."
             )
         backends.check_backend(self.backend, quality, self._images_only_torch())
-        self._images_decoders: dict[str, DaliImageDecoder] = {}
-        self._images_threads = loader is None
-        self._images_backend: BackendChoice | None = None
-        self._images_kept = SquareRecipe(size=short_side)
-        self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
         self._images_splits = Splits(val_fraction)
-        self._images_choice: DecoderChoice | None = None
+        self._images_run = ImageRun(options)
 
     # --- what FastDataModule asks for ---------------------------------------------------------------------------------
 
@@ -120,14 +118,16 @@ class FeedImageFolder(FeedDataModule):
         source = self._images_source(split)
         if source is None:
             return None
-        if self._images_choice is None:
+        choice = self._images_run.decoder
+        if choice is None:
             raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
-        backend = self._images_choose_backend(source, self._images_choice.decoder)
+        backend = self._images_choose_backend(source, choice.decoder)
+        recipes = self._images_recipes
         return ImageDataset(
             source,
-            self._images_choice.decoder,
-            self._images_train if split == "train" else self._images_eval,
-            kept=self._images_kept if split == "train" else None,
+            choice.decoder,
+            recipes.train if split == "train" else recipes.evaluation,
+            kept=recipes.on_device if split == "train" else None,
             bad_samples=BadSamples(self.on_error, self.max_failures),
             encoded=backend != "torch",
             cpu_part=CpuShare() if backend == "nvjpeg" else None,
@@ -140,14 +140,15 @@ class FeedImageFolder(FeedDataModule):
     def device_transform(self, batch: Batch, split: str) -> Any:
         """Normalise uint8 images to ``dtype``. Images made float by a user's transform stay unchanged."""
         images, labels, *aspects = batch
-        backend = None if self._images_backend is None else self._images_backend.name
         # On the CPU, as after a fit on a GPU, they are uint8.
-        if backend in backends.GPU_BACKENDS and images.is_floating_point():
+        if self._images_run.backend_name in backends.GPU_BACKENDS and images.is_floating_point():
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
         if aspects:  # images kept on the device are whole, stretched to squares
-            generator = self._images_generator(images.device)
+            rank = 0 if self.trainer is None else self.trainer.global_rank
+            run_seed = self._feed_run_seed()
+            generator = self._images_run.generator(images.device, self._feed_epoch(), run_seed=run_seed, rank=rank)
             boxes = draw_boxes(aspects[0], generator=generator)
             flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
             images = crop_and_flip(images, boxes, flipped, self.image_size)
@@ -168,24 +169,23 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_facts(self) -> DataModuleFacts:
         decoder = self.decoder_choice
-        backend = self._images_backend
         return replace(
             super()._feed_facts(),
             decoder=None if decoder is None else decoder.name,
             quality=self.quality,
-            backend=None if backend is None else backend.name,
+            backend=self._images_run.backend_name,
             own_transforms=any(name != "on_device" for name in self._images_only_torch()),
         )
 
     @property
     def backend_choice(self) -> BackendChoice | None:
         """The backend in use, with the reason. None until the first dataset is made."""
-        return self._images_backend
+        return self._images_run.backend
 
     @property
     def decoder_choice(self) -> DecoderChoice | None:
         """The decoder in use, with the reason. None until the first dataset is made."""
-        return self._images_choice
+        return self._images_run.decoder
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
@@ -193,20 +193,20 @@ class FeedImageFolder(FeedDataModule):
         return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 
     def __getstate__(self) -> dict[str, object]:
-        # Device data is not pickled: a worker that receives it would open the device.
-        return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
+        return {**super().__getstate__(), "_images_run": self._images_run.copy()}
 
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
         backend = self._images_choose_backend()
         trainer = self.trainer
+        options = self._images_run.options
         if backend == "torch":
             return None
-        images = self._images_encoded(split)
+        images = _encoded_images(self._feed_datasets(split).structure, split)
         device = device_of(trainer)
-        if isinstance(self._images_options, DaliOptions):
-            return self._images_dali_decoder(split, images, device, self._images_options)
+        if isinstance(options, DaliOptions):
+            return self._images_dali_decoder(split, images, device, options)
         if trainer is not None and device.type in limits.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
         # A user's device_transform sees the same batches with every backend.
@@ -216,12 +216,12 @@ class FeedImageFolder(FeedDataModule):
             device,
             None if is_own else partial(normalization_of, self.mean, self.std, self.dtype, device),
             cast("CpuShare", images.cpu_part),
-            fixed_share(self._images_options),
+            fixed_share(options),
         )
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        if self.trainer is None or not isinstance(self._images_options, DaliOptions):
+        if self.trainer is None or not isinstance(self._images_run.options, DaliOptions):
             return
         callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
@@ -229,25 +229,24 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_pass_ended(self, split: str) -> None:
         """Release the split's DALI pipeline at the end of a pass, unless the options keep it."""
-        decoder = self._images_decoders.get(split)
+        decoder = self._images_run.pipelines.get(split)
         if decoder is not None and not decoder.spec.options.keep_eval_pipelines:
             decoder.release()
 
     def _feed_release(self) -> None:
         """Free the loaders' resources after the Trainer has finished."""
-        for decoder in self._images_decoders.values():
+        for decoder in self._images_run.pipelines.values():
             decoder.release()  # a reused loader builds a new pipeline
 
     def _images_dali_decoder(
         self, split: str, images: ImageDataset, device: torch.device, options: DaliOptions
     ) -> DaliImageDecoder:
         """Make a DALI decoder for the batches of a split. Frees the previous decoder."""
-        trainer = self.trainer
-        if split in self._images_decoders:
-            self._images_decoders[split].release()
-        ranks = 1 if trainer is None else trainer.num_devices
-        threads, reason = decode_threads(options, limits.read_machine(), ranks)
-        if not self._images_decoders:
+        pipelines = self._images_run.pipelines
+        if split in pipelines:
+            pipelines[split].release()
+        threads, reason = decode_threads(options, limits.read_machine(), local_ranks_of(self.trainer))
+        if not pipelines:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
         can_decode = device.type in limits.DECODING_BACKENDS
         pin = can_decode and self._feed.loaders.settings.pin_memory is not False
@@ -261,12 +260,12 @@ class FeedImageFolder(FeedDataModule):
             half=self.dtype == torch.float16,
         )
         keep = split == "train" or options.keep_eval_pipelines
-        decoder = DaliImageDecoder(images, spec, keep=keep, pin=pin)
-        self._images_decoders[split] = decoder
-        return decoder
+        pipelines[split] = DaliImageDecoder(images, spec, keep=keep, pin=pin)
+        return pipelines[split]
 
     def _images_source(self, split: str) -> SampleSource | None:
         """Return the images of a split. The first call chooses the decoder, on rank 0 if all ranks must agree."""
+        run = self._images_run
         scanned: list[SampleSource | None] = []  # a large folder takes seconds, so it is read once
 
         def scan() -> SampleSource | None:
@@ -277,14 +276,14 @@ class FeedImageFolder(FeedDataModule):
             source = scan()
             if source is None:
                 return None
-            self._images_choice = backends.choose_decoder(source, self._images_train.crops)
-            return self._images_choice.name
+            run.decoder = backends.choose_decoder(source, self._images_recipes.train.crops)
+            return run.decoder.name
 
         name: str | None = self.decoder
-        if self._images_choice is None and name == "auto":
+        if run.decoder is None and name == "auto":
             name = once_for_all_ranks(self.trainer, choose)
-        if self._images_choice is None and name is not None:  # the user named it, or another rank chose it
-            self._images_choice = make_decoder(name)
+        if run.decoder is None and name is not None:  # the user named it, or another rank chose it
+            run.decoder = make_decoder(name)
         return scanned[0] if scanned else scan()
 
     def _images_choose_backend(self, source: SampleSource | None = None, decoder: Decoder | None = None) -> str:
@@ -294,64 +293,34 @@ class FeedImageFolder(FeedDataModule):
             source: images to try for ``backend="auto"``, on rank 0.
             decoder: their decoder.
         """
-        if self._images_backend is None and self.backend == "auto":
-            self._images_backend = once_for_all_ranks(self.trainer, lambda: self._images_try(source, decoder))
-            logger.info("%s", self._images_backend.reason)
-        if self._images_backend is None:
+        run = self._images_run
+        if run.backend is None and self.backend == "auto":
+            run.backend = once_for_all_ranks(self.trainer, lambda: self._images_try(source, decoder))
+            logger.info("%s", run.backend.reason)
+        if run.backend is None:
             backends.check_available(self.backend, device_of(self.trainer))
             reason = "the default" if self.backend == "torch" else "as asked for"
-            self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
-            if self._images_threads and self.backend in backends.DALI_BACKENDS:
-                # Workers only read, for which threads are enough.
-                self._feed.loaders.settings = LoaderSettings(workers="thread")
-        return self._images_backend.name
+            run.backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
+        return run.backend.name
 
     def _images_try(self, source: SampleSource | None, decoder: Decoder | None) -> BackendChoice:
         """Choose the backend by trying."""
         asked = self._images_only_torch()
         if asked or source is None or decoder is None:
             return BackendChoice("torch", f'backend="auto": only backend="torch" has {", ".join(asked) or "no images"}')
-        ranks = 1 if self.trainer is None else self.trainer.num_devices
-        images = ImageDataset(source, decoder, self._images_train, encoded=True, cpu_part=CpuShare())
-        cpus = max(1, limits.read_machine().usable_cpus // ranks)
+        images = ImageDataset(source, decoder, self._images_recipes.train, encoded=True, cpu_part=CpuShare())
+        cpus = max(1, limits.read_machine().usable_cpus // local_ranks_of(self.trainer))
         return backends.choose_backend(images, device_of(self.trainer), cpus)
-
-    def _images_encoded(self, split: str) -> ImageDataset:
-        """Return the still encoded images of a split, which may be inside a ``Subset``.
-
-        Raises:
-            SettingsError: the dataset is of another kind.
-        """
-        dataset = self._feed_datasets(split).structure
-        inner = _images_in(dataset)
-        if inner is None or not inner.encoded:
-            raise SettingsError(
-                f"make_dataset({split!r}) returned a {type(dataset).__name__}, but this backend decodes only images "
-                f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
-                'backend="torch".'
-            )
-        return inner
 
     def _images_only_torch(self) -> tuple[str, ...]:
         """Return the requested features that only ``backend="torch"`` has."""
         asked = {
-            "transform": any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval)),
+            "transform": self._images_recipes.has_transform,
             "collate": type(self).collate is not FeedImageFolder.collate,
             "drop_keys": bool(self._feed.loaders.drop_keys),
             "on_device": self._feed.loaders.on_device,
         }
         return tuple(name for name, there in asked.items() if there)
-
-    def _images_generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator of our own for random numbers on the device, seeded by run, epoch and rank."""
-        epoch = self._feed_epoch()
-        held = self._images_generators.get(device)
-        if held is None or held[0] != epoch:
-            rank = 0 if self.trainer is None else self.trainer.global_rank
-            seed = mix_seed(self._feed_run_seed(), epoch, rank, "device augmentation")
-            held = (epoch, torch.Generator(device).manual_seed(seed))
-            self._images_generators[device] = held
-        return held[1]
 
 
 def _channels(normalize: tuple[Channels, Channels]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -372,6 +341,22 @@ def _images_in(dataset: object) -> ImageDataset | None:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset if type(dataset) is ImageDataset else None
+
+
+def _encoded_images(dataset: object, split: str) -> ImageDataset:
+    """Return the still encoded images of a split, which may be inside a ``Subset``.
+
+    Raises:
+        SettingsError: the dataset is of another kind.
+    """
+    inner = _images_in(dataset)
+    if inner is None or not inner.encoded:
+        raise SettingsError(
+            f"make_dataset({split!r}) returned a {type(dataset).__name__}, but this backend decodes only images "
+            f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
+            'backend="torch".'
+        )
+    return inner
 
 
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):

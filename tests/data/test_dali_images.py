@@ -150,7 +150,7 @@ def test_a_data_module_that_chose_dali_gpu_trains_the_same_on_the_cpu(photos: Pa
 
     def settled() -> dict[str, Any]:
         given = data(photos, "dali-gpu", loader=THREADS)()
-        given["datamodule"]._images_backend = BackendChoice("dali-gpu", "there was a GPU")
+        given["datamodule"]._images_run.backend = BackendChoice("dali-gpu", "there was a GPU")
         return given
 
     assert run(settled, [], max_epochs=1) == run(data(photos, loader=THREADS), [], max_epochs=1)

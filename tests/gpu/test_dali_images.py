@@ -182,7 +182,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
 def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()
-    decoder = module._images_decoders["val"]
+    decoder = module._images_run.pipelines["val"]
 
     def used_mb() -> float:
         gc.collect()
