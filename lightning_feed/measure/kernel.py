@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.machine.limits import cgroup_folders, read_text
-from lightning_feed.measure.stats import Additive
+from lightning_feed.measure.stats import Additive, ratio
 
 MOST_THREADS = 16
 """Largest number of threads read per worker, the oldest first. Each needs reading a file; torch's workers have two."""
@@ -58,7 +58,7 @@ class WorkerTime(Additive):
 
     def share_pct(self, part_ns: float) -> float | None:
         """``part_ns`` as a percentage of the workers' time, 0 to 100; None without two readings of the same worker."""
-        return 100 * part_ns / self.wall_ns if self.wall_ns else None
+        return ratio(100 * part_ns, self.wall_ns)
 
     @property
     def blocked_ns(self) -> float:
@@ -71,12 +71,12 @@ class WorkerTime(Additive):
     @property
     def read_mb_per_s(self) -> float | None:
         """Megabytes per second read by all workers. For mapped files, counts only bytes from storage."""
-        return max(self.asked, self.from_disk) / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
+        return ratio(max(self.asked, self.from_disk) / 1e6, self.span_ns * 1e-9)
 
     @property
     def disk_mb_per_s(self) -> float | None:
         """Megabytes per second that all workers read from storage."""
-        return self.from_disk / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
+        return ratio(self.from_disk / 1e6, self.span_ns * 1e-9)
 
     @property
     def page_cache_pct(self) -> float | None:

@@ -13,7 +13,7 @@ from lightning_feed.measure.kernel import (
     WorkerTime,
 )
 from lightning_feed.measure.loader_state import Probe, probe_loader
-from lightning_feed.measure.stats import Additive, LoaderStats
+from lightning_feed.measure.stats import Additive, LoaderStats, ratio
 from lightning_feed.measure.step_meter import Clock, host_clock
 
 
@@ -73,21 +73,17 @@ class LoaderSums(Additive):
             read_mb_per_s=seen.read_mb_per_s,
             disk_mb_per_s=seen.disk_mb_per_s,
             page_cache_pct=seen.page_cache_pct,
-            queue_ready=_ratio(self.ready, self.fetches),
-            queue_capacity=_ratio(self.capacity, self.sized_fetches),
-            head_of_line_pct=_ratio(100 * self.head_of_line_ns, self.ordered_wait_ns),
-            handover_pct=_ratio(100 * self.handover_ns, self.wait_ns),
-            pin_lag_ms=_ratio(self.pin_wait_ns * 1e-6, self.pinned_fetches),
+            queue_ready=ratio(self.ready, self.fetches),
+            queue_capacity=ratio(self.capacity, self.sized_fetches),
+            head_of_line_pct=ratio(100 * self.head_of_line_ns, self.ordered_wait_ns),
+            handover_pct=ratio(100 * self.handover_ns, self.wait_ns),
+            pin_lag_ms=ratio(self.pin_wait_ns * 1e-6, self.pinned_fetches),
             produced_per_s=self.produced_per_s,
             cpu_pressure_pct=pressure.pressure_pct("cpu"),
             io_pressure_pct=pressure.pressure_pct("io"),
             memory_pressure_pct=pressure.pressure_pct("memory"),
             throttled_pct=pressure.throttled_pct,
         )
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_feed.measure.rank_store import default_store, read_all
-from lightning_feed.measure.stats import Additive, RankStats
+from lightning_feed.measure.stats import Additive, RankStats, ratio
 from lightning_feed.measure.step_meter import StepTimes
 from lightning_feed.measure.windows import FEW_STEPS
 
@@ -89,8 +89,8 @@ class RankSums(Additive):
             steps=self.steps,
             max_data_ms=longest_ns / self.steps * 1e-6,
             slow_rank=slow if above >= SLOW_SHARE * step_ns / self.steps > 0 else None,
-            starved_pct=100 * longest_ns / step_ns if step_ns > 0 else None,
-            amplification=longest_ns * world_size / sum(idle_ns) if sum(idle_ns) > 0 else None,
+            starved_pct=ratio(100 * longest_ns, step_ns),
+            amplification=ratio(longest_ns * world_size, sum(idle_ns)),
             data_ms_by_rank=tuple(ns * 1e-6 for ns in by_rank),
         )
 

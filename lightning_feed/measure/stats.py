@@ -30,6 +30,11 @@ class Additive:
         return type(self)(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
 
+def ratio(part: float, whole: float) -> float | None:
+    """``part / whole``; None if there is no whole."""
+    return part / whole if whole else None
+
+
 def tagged(tag: str) -> Any:
     """A dataclass field whose figure is logged under ``tag``. The tables of tags are built from these fields."""
     return field(default=None, metadata={"tag": tag})

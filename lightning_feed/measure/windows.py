@@ -13,6 +13,7 @@ from lightning_feed.measure.stats import (
     Stretch,
     Timeline,
     grade_confidence,
+    ratio,
 )
 from lightning_feed.measure.step_meter import StepTimes
 
@@ -290,7 +291,7 @@ class Sums(Additive):
             lost_steps=self.lost,
             confidence=grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock),
             prefetch_active=prefetch_active,
-            epoch_start_s=self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
+            epoch_start_s=ratio(self.epoch_start_s, self.epoch_starts),
         )
         if not self.steps:
             return stats

@@ -134,9 +134,6 @@ def _short(name: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-_SAMPLE_PARTS = (*NOT_TRANSFORMS, "transforms")
-
-
 def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> list[_Row]:
     """Bars for reading, decoding and the transforms: the rate of the workers if they did only this part of the work.
 
@@ -145,21 +142,21 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
     workers = facts.loader.num_workers
     if workers is None or batch_size is None:
         return []
-    wall_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
-    cpu_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
-    for cost in costs:
-        step = step_of(cost.name)
-        part = step if step in NOT_TRANSFORMS else "transforms"
-        wall_ms[part] += cost.wall_ms
-        cpu_ms[part] += cost.cpu_ms
     rows: list[_Row] = []
-    for part in _SAMPLE_PARTS:
-        of_workers = rate(wall_ms[part], max(workers, 1))
-        of_cpus = rate(cpu_ms[part], facts.usable_cpus)
+    for part in (*NOT_TRANSFORMS, "transforms"):
+        of_part = [cost for cost in costs if _part_of(cost) == part]
+        of_workers = rate(sum(cost.wall_ms for cost in of_part), max(workers, 1))
+        of_cpus = rate(sum(cost.cpu_ms for cost in of_part), facts.usable_cpus)
         if of_workers is not None:
-            per_s = of_workers if of_cpus is None else min(of_workers, of_cpus)
+            per_s = min(of_workers, of_cpus or math.inf)
             rows.append(("part", part, per_s / batch_size, "cost of one sample, shared by the workers"))
     return rows
+
+
+def _part_of(cost: NamedCost) -> str:
+    """The bar to which a cost belongs."""
+    step = step_of(cost.name)
+    return step if step in NOT_TRANSFORMS else "transforms"
 
 
 _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "compute": "model"}
@@ -356,18 +353,14 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
     """Sections for the causes, the remedies, and the notes that the next step does not repeat."""
-    cause = cause_text(diagnosis)
     measured = diagnosis.measurements
+    causes = list(filter(None, [cause_text(diagnosis)]))
     evidence = [words(note, measured) for note in diagnosis.evidence]
     why_not = [words(note, measured) for note in diagnosis.why_not]
-    reasons = list(evidence)
-    console = []
-    if cause:
-        reasons.insert(0, cause)
-        console.append(f"cause {cause}")
+    console = [f"cause {cause}" for cause in causes]
     if evidence:
         console.append(f"why   {'; '.join(evidence)}")
-    yield from _list("Why", reasons, console)
+    yield from _list("Why", [*causes, *evidence], console)
     if diagnosis.remedies:
         rows = [_remedy_row(remedy, diagnosis) for remedy in diagnosis.remedies]
         header = ("change", "why", "gain")
@@ -472,15 +465,15 @@ def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
 
 
 def _loader_rows(loaders: LoaderStats) -> list[Row]:
-    has_queue = bool(loaders.queue_capacity)
+    capacity = loaders.queue_capacity or None
     return _figures(
         ("workers on a CPU", loaders.workers_on_cpu_pct, "{:.0f} %"),
         ("workers waiting for a CPU", loaders.workers_run_queue_pct, "{:.0f} %"),
         ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
         ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
         ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
-        ("batches ready when asked", loaders.queue_ready if has_queue else None, "{:.1f}"),
-        ("batches that may be ready", loaders.queue_capacity if has_queue else None, "{:.0f}"),
+        ("batches ready when asked", capacity and loaders.queue_ready, "{:.1f}"),
+        ("batches that may be ready", capacity, "{:.0f}"),
         ("waiting while a later batch was ready", loaders.head_of_line_pct, "{:.0f} %"),
         ("waiting for the pin thread", loaders.pin_lag_ms, "{:.2f} ms"),
         ("batches made", loaders.produced_per_s, "{:.2f} /s"),
@@ -588,14 +581,12 @@ def _machine_rows(report: Report) -> list[Row]:
     """(name, value) for what is known of the machine, and for the versions."""
     facts = report.diagnosis.measurements.facts
     machine = report.environment
-    cpus = machine.usable_cpus if facts.usable_cpus is None else facts.usable_cpus
-    shm_bytes = machine.free_shm_bytes if facts.free_shm_bytes is None else facts.free_shm_bytes
     return _known(
         ("device", machine.device or facts.device_type),
         ("CPU", machine.cpu),
-        ("usable CPUs", cpus),
+        ("usable CPUs", _first_known(facts.usable_cpus, machine.usable_cpus)),
         ("memory available", _size(machine.available_memory_bytes)),
-        ("free in /dev/shm", _size(shm_bytes)),
+        ("free in /dev/shm", _size(_first_known(facts.free_shm_bytes, machine.free_shm_bytes))),
         ("file system", machine.file_system),
         ("platform", machine.platform),
         ("Python", machine.python),
@@ -603,6 +594,10 @@ def _machine_rows(report: Report) -> list[Row]:
         ("Lightning", facts.trainer.lightning or machine.lightning or machine.pytorch_lightning),
         ("lightning_feed", machine.lightning_feed),
     )
+
+
+def _first_known(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _size(size_bytes: int | None) -> str | None:

@@ -116,6 +116,10 @@ class _Values:
         """True if a figure or a name is known."""
         return self._note.figures.get(name) is not None or bool(self._note.names.get(name))
 
+    def if_known(self, name: str, form: str, otherwise: str = "") -> str:
+        """A form for a figure or a name that is known."""
+        return form if self.has(name) else otherwise
+
     def figure(self, name: str) -> float:
         """A figure that is known, or 0."""
         figure = self._note.figures.get(name) or 0.0
@@ -136,9 +140,7 @@ def _part_of_the_step(values: _Values, _: Measurements) -> str:
 
 
 def _device_wait(values: _Values, _: Measurements) -> str:
-    text = "{at} waits for the GPU in each step"
-    if values.has("code"):
-        text += " (`{code}`)"
+    text = "{at} waits for the GPU in each step" + values.if_known("code", " (`{code}`)")
     if not values.has("cost_pct"):
         return text
     costs = "up to {cost_pct:.0f} % of a step" if values.figure("cost_pct") else "nothing"
@@ -146,21 +148,20 @@ def _device_wait(values: _Values, _: Measurements) -> str:
 
 
 def _loading_here(values: _Values, _: Measurements) -> str:
-    text = "loading takes {ms:ms} ms"
-    if values.has("generator"):
-        text = "{generator} takes {ms:ms} ms in the training process"
+    text = values.if_known(
+        "generator", "{generator} takes {ms:ms} ms in the training process", "loading takes {ms:ms} ms"
+    )
     text += ", {cpu_ms:ms} of them on a CPU"
-    return f"{text} and {{queue_ms:ms}} waiting for one" if values.has("queue_ms") else text
+    return text + values.if_known("queue_ms", " and {queue_ms:ms} waiting for one")
 
 
 def _read_from_storage(values: _Values, _: Measurements) -> str:
-    text = "{pct:.0f} % of the bytes come from storage"
-    return f"{text}, {{mb_per_s:.1f}} MB/s" if values.has("mb_per_s") else text
+    return "{pct:.0f} % of the bytes come from storage" + values.if_known("mb_per_s", ", {mb_per_s:.1f} MB/s")
 
 
 def _not_storage(values: _Values, _: Measurements) -> str:
-    text = "workers do not wait for storage"
-    return f"{text}: {{pct:.0f}} % of the bytes come from the page cache" if values.has("pct") else text
+    cached = values.if_known("pct", ": {pct:.0f} % of the bytes come from the page cache")
+    return f"workers do not wait for storage{cached}"
 
 
 def _workers(values: _Values, _: Measurements) -> str:
@@ -179,28 +180,28 @@ def _workers(values: _Values, _: Measurements) -> str:
 
 def _making(values: _Values, _: Measurements) -> str:
     making = values.word("stage", {"samples": "making its samples", "collate": "collating them"})
-    text = f"a batch takes {{ms:.1f}} ms in one process, {making} {{pct:.0f}} %"
-    return f"{text}, most of it in {{function}} ({{at}})" if values.has("function") else text
+    most = values.if_known("function", ", most of it in {function} ({at})")
+    return f"a batch takes {{ms:.1f}} ms in one process, {making} {{pct:.0f}} %{most}"
 
 
 def _nothing_to_copy(values: _Values, _: Measurements) -> str:
-    takes = "{hooks} takes" if values.has("hooks") else "transfer hooks take"
+    takes = values.if_known("hooks", "{hooks} takes", "transfer hooks take")
     return f"nothing is copied on the CPU: {takes} the time"
 
 
 def _move_hooks(values: _Values, _: Measurements) -> str:
-    hooks = "{hooks}" if values.has("hooks") else "your transfer hooks"
+    hooks = values.if_known("hooks", "{hooks}", "your transfer hooks")
     return f"nothing is copied on a CPU, so this is {hooks}: move it to the dataset, and workers do it meanwhile"
 
 
 def _slow_hook(values: _Values, *, way: str) -> str:
-    at = " ({at})" if values.has("at") else ""
+    at = values.if_known("at", " ({at})")
     return f"{{hook}}{at} takes {{ms:ms}} of {{step_ms:ms}} ms a step; {way}"
 
 
 def _rarer_hook(values: _Values, _: Measurements) -> str:
-    way = "if it only observes, every 50th step is enough"
-    return _slow_hook(values, way=f"{way} ({{interval}}=50)" if values.has("interval") else way)
+    interval = values.if_known("interval", " ({interval}=50)")
+    return _slow_hook(values, way=f"if it only observes, every 50th step is enough{interval}")
 
 
 def _rarer_bar(values: _Values, _: Measurements) -> str:

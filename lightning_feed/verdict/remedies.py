@@ -597,7 +597,7 @@ def remedies_for(judged: JudgedRun) -> tuple[Remedy, ...]:
         remedy = rule(judged)
         if remedy is not None and (judged.facts.loop == "trainer" or remedy.form == "arguments"):
             gain_pct = _gain_pct(judged, remedy)
-            remedies.append(replace(remedy, most_gain_pct=gain_pct, effects=_EFFECTS[setting_of(remedy)]))
+            remedies.append(replace(remedy, most_gain_pct=gain_pct, effects=_EFFECTS.get(setting_of(remedy), ())))
     return largest(remedies, least_gain_pct(judged))
 
 
@@ -623,17 +623,10 @@ _EFFECTS: dict[str, tuple[Effect, ...]] = {
     "in_order": ("order",),
     "staged": ("memory",),
     "decodes_whole": ("random numbers", "pixels"),
-    "decoder": (),
     "backend": ("pixels",),
     "quality": ("pixels",),
-    "root": (),
-    "hand_over": (),
-    "pin_memory": (),
-    "prefetch_callback": (),
-    "bar_refresh_rate": (),
-    "log_every_n_steps": (),
 }
-"""The setting that a remedy changes -> what else changes with it."""
+"""The setting that a remedy changes -> what else changes with it, if anything."""
 
 
 def _gain_pct(judged: JudgedRun, remedy: Remedy) -> float | None:

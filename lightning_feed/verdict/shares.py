@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_feed.measure.measurements import Measurements
-from lightning_feed.measure.stats import MIN_STEPS
+from lightning_feed.measure.stats import MIN_STEPS, ratio
 from lightning_feed.verdict.diagnosis import Grade
 from lightning_feed.verdict.thresholds import (
     CLOSE_SHARE,
@@ -164,13 +164,12 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
     excess_ms = max(0.0, start_ms - (stats.data_ms or 0.0))
     # An epoch is its first batch, then all its steps; the first step no longer includes waiting.
     whole_ms = start_ms + batches * step_ms
-    return 100 * excess_ms / whole_ms if whole_ms > 0 else None
+    return ratio(100 * excess_ms, whole_ms)
 
 
 def model_alone_ms(measured: Measurements) -> float | None:
     """Step time of the model with the same batch repeated; None if not measured."""
-    model_per_s = measured.experiments.model_per_s
-    return 1e3 / model_per_s if model_per_s else None
+    return ratio(1e3, measured.experiments.model_per_s or 0.0)
 
 
 def model_disturbed(measured: Measurements) -> bool:
