@@ -249,7 +249,9 @@ class FeedDataModule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed of the training order, so that a resumed run keeps the order."""
-        return {} if self._feed_seed is None else {"seed": self._feed_seed}
+        if self._feed_seed is None:
+            return {}
+        return {"seed": self._feed_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the checkpoint's seed of the training order."""

@@ -65,7 +65,9 @@ class ImageRun:
     @property
     def backend_name(self) -> str | None:
         """Name of the backend in use; None until the first dataset is made."""
-        return None if self.backend is None else self.backend.name
+        if self.backend is None:
+            return None
+        return self.backend.name
 
     def copy(self) -> "ImageRun":
         """Return the same choices, without device data: a worker that receives these would open the device."""

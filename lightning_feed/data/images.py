@@ -135,7 +135,9 @@ class FeedImageFolder(FeedDataModule):
 
     def collate(self, samples: list[Any], split: str) -> Any:
         """Make a batch (images, labels) in a worker. Images stay uint8 and channels last, encoded images encoded."""
-        return collate_images(samples) if self._images_choose_backend() == "torch" else collate_encoded(samples)
+        if self._images_choose_backend() == "torch":
+            return collate_images(samples)
+        return collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
         """Normalise uint8 images to ``dtype``. Images made float by a user's transform stay unchanged."""
@@ -340,7 +342,9 @@ def _images_in(dataset: object) -> ImageDataset | None:
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return dataset if type(dataset) is ImageDataset else None
+    if type(dataset) is ImageDataset:
+        return dataset
+    return None
 
 
 def _encoded_images(dataset: object, split: str) -> ImageDataset:

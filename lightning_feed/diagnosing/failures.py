@@ -79,7 +79,7 @@ def _location(error: BaseException) -> str:
     # For an error in a worker, file and line are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
     users_lines = [f"{Path(name).name}:{line}" for name, line in frames if is_users(name)]
-    return users_lines[-1] if users_lines else ""
+    return next(reversed(users_lines), "")
 
 
 def _closed(text: str) -> str:

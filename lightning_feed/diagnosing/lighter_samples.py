@@ -80,7 +80,9 @@ class _Stored:
 
     def read(self, _index: int) -> Encoded:
         """Return the sample that is held."""
-        return pixels_of(self._sample) if self.changes.decoded else self._sample
+        if self.changes.decoded:
+            return pixels_of(self._sample)
+        return self._sample
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -370,7 +372,9 @@ class _Trial:
 
 def _unchosen(source: SampleSource) -> SampleSource:
     """The source from which a share was chosen for training; any other source itself."""
-    return source.source if isinstance(source, Chosen) else source
+    if isinstance(source, Chosen):
+        return source.source
+    return source
 
 
 def _suffix(changes: ImageChanges) -> str:

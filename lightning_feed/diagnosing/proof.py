@@ -97,7 +97,9 @@ def threads_left(session: Session, num_workers: int) -> int | None:
     threads = max(1, session.machine.usable_cpus - num_workers)
     if session.model is None or session.device.type != "cpu" or not num_workers:
         return None
-    return threads if threads < torch.get_num_threads() else None
+    if threads >= torch.get_num_threads():
+        return None
+    return threads
 
 
 def try_fewer_threads(session: Session, setting: Setting | None, *, seconds: float) -> ThreadsTrial | None:

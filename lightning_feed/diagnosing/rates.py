@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -103,17 +104,21 @@ def _note_trials(session: Session, tuned: Tuned) -> None:
 
 def _goal_of(session: Session) -> Goal:
     """The goal of the trials: steps as short as they can be, or the fastest loader if no step was measured."""
-    work = None if session.measured is None else work_of(session.measured)
-    if session.measured is None or work is None:
-        return Goal(budget_s=session.share_s)
-    facts = session.measured.facts
-    step_ms = session.measured.stats.step_ms
-    return Goal(
+    measured = session.measured
+    goal = Goal(budget_s=session.share_s)
+    if measured is None:
+        return goal
+    work = work_of(measured)
+    if work is None:
+        return goal
+    facts = measured.facts
+    step_ms = measured.stats.step_ms
+    return replace(
+        goal,
         work=work,
         device_type=facts.device_type,
         own_step_s=None if not step_ms else 1e-3 * step_ms,
         steps_per_epoch=facts.batches_per_epoch or math.inf,
-        budget_s=session.share_s,
     )
 
 

@@ -302,7 +302,7 @@ class _Experiments:
         most = accumulate * (QUICK_REPLAY_STEPS if self.plan.quick else REPLAY_STEPS)
         fewest = accumulate * FEWEST_STEPS
         batches = session.device_batches.batches
-        step_ms = session.measured.stats.step_ms if session.measured is not None else None
+        step_ms = session.measured and session.measured.stats.step_ms
         needed = PASSES * math.lcm(accumulate, len(batches))
         if needed > most or needed * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
             return batches[:1], FitLength(min_steps=fewest, max_steps=most, seconds=seconds)

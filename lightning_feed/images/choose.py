@@ -194,8 +194,9 @@ def _fidelity(decoder: Decoder, samples: list[_Sample]) -> Measured:
         decoded = decoded + 1
     if not decoded:
         return Measured(out="decodes none of the samples")
-    out = f"{worst:.1f} dB to Pillow, less than {MIN_PSNR_DB:.0f}" if worst < MIN_PSNR_DB else ""
-    return Measured(psnr_db=worst, out=out)
+    if worst < MIN_PSNR_DB:
+        return Measured(psnr_db=worst, out=f"{worst:.1f} dB to Pillow, less than {MIN_PSNR_DB:.0f}")
+    return Measured(psnr_db=worst)
 
 
 def _fastest(ms: dict[str, float], decoders: dict[str, Decoder]) -> str:
@@ -231,7 +232,9 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
     """
     error = image.astype(np.int16) - reference
     square = float(np.mean(np.square(error, dtype=np.int32)))
-    return math.inf if square == 0 else 10 * math.log10(255**2 / square)
+    if square == 0:
+        return math.inf
+    return 10 * math.log10(255**2 / square)
 
 
 # --- Pillow as fallback -----------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class TrainRecipe:
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
         """Draw the crop of an image of that size from ``generator``; None for the sample's generator."""
-        generator = sample_generator() if generator is None else generator
+        generator = generator or sample_generator()
         region = draw_region(height, width, self.scale, self.ratio, generator)
         drawn = torch.rand(1, generator=generator, dtype=torch.float32, device="cpu").item()
         whole = Region(0, 0, self.size, self.size)
@@ -215,7 +215,9 @@ class UserTransform:
 def cropping_step(transform: object) -> Any:
     """Return the RandomResizedCrop at the start of a transform; None if another step is first."""
     first = next(iter(_steps(transform)), None)
-    return first if _of_torchvision(first, "RandomResizedCrop") else None
+    if _of_torchvision(first, "RandomResizedCrop"):
+        return first
+    return None
 
 
 def _of_torchvision(thing: object, *names: str) -> bool:

@@ -477,7 +477,10 @@ def why_on_host(data: Encoded) -> str:
             return "a JPEG without a frame header"
         if components == 4:
             return "a CMYK JPEG"
-        return "" if ends_like_jpeg(data) else "a JPEG that is cut short, or has data after its end marker"
-    if kind == PNG:
-        return "" if png_bit_depth(data) < 16 else "a PNG of 16 bits a channel"
-    return "" if kind in (WEBP, "BMP") else f"an image of the kind {kind}"
+        if not ends_like_jpeg(data):
+            return "a JPEG that is cut short, or has data after its end marker"
+    if kind == PNG and png_bit_depth(data) >= 16:
+        return "a PNG of 16 bits a channel"
+    if kind not in (JPEG, PNG, WEBP, "BMP"):
+        return f"an image of the kind {kind}"
+    return ""

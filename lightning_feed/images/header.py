@@ -51,7 +51,9 @@ def kind_of(data: Encoded) -> str:
     for signature, kind in _SIGNATURES:
         if start.startswith(signature):
             return kind
-    return WEBP if start[:4] == b"RIFF" and start[8:12] == b"WEBP" else UNKNOWN
+    if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
+        return WEBP
+    return UNKNOWN
 
 
 def jpeg_segments(data: Encoded) -> Iterator[tuple[int, int, int]]:

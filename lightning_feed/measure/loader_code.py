@@ -81,7 +81,9 @@ def _words(owner: object, loaders: Sequence[AnyLoader], package: str) -> str:
         return f"{subject} ({_only_call_of(kind) or 'passed to trainer.fit'})"
     line = users_line(getattr(owner, "train_dataloader", None))
     method = f"{type(owner).__name__}.train_dataloader"
-    return f"{subject} ({method}, {line})" if line else f"{subject} ({method})"
+    if line:
+        return f"{subject} ({method}, {line})"
+    return f"{subject} ({method})"
 
 
 def _only_call_of(kind: str) -> str:

@@ -221,7 +221,9 @@ class LoaderWatch:
     def _late_ns(self) -> float | None:
         """Nanoseconds waited so far while a later batch was ready, over the loaders that measure this; else None."""
         known = [ns for probe in self._live if (ns := probe.head_of_line_ns()) is not None]
-        return sum(known) if known else None
+        if known:
+            return sum(known)
+        return None
 
     def take(self) -> LoaderStats:
         """The figures since the last call."""

@@ -180,8 +180,12 @@ class RankExchange:
 
         The warm-up is left out, unless too few steps would remain.
         """
-        sums = self._settled if self._settled.steps >= FEW_STEPS else self._sums
-        return sums.stats() if sums.steps else None
+        sums = self._sums
+        if self._settled.steps >= FEW_STEPS:
+            sums = self._settled
+        if not sums.steps:
+            return None
+        return sums.stats()
 
     def finish(self, steps: Iterable[StepTimes] = ()) -> RankStats | None:
         """End the exchange after training: send the last steps; on rank 0, also read the last steps of all ranks.

@@ -276,7 +276,9 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
     """
     if not settled or not trusted_clock or steps < SOME_STEPS or lost > LOST_SHARE * (steps + lost):
         return "low"
-    return "high" if steps >= MANY_STEPS else "medium"
+    if steps >= MANY_STEPS:
+        return "high"
+    return "medium"
 
 
 Which = Literal["core", "all"]

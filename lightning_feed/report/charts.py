@@ -137,7 +137,9 @@ def _quantile(bins: Sequence[Bin], share: float) -> float:
 
 def _ms(value: float) -> str:
     """Milliseconds with three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
 
 
 # --- round values for axes ----------------------------------------------------------------------------------------
@@ -159,4 +161,6 @@ def _times(shortest_ms: float, longest_ms: float) -> list[float]:
     times = [first * 10.0**power for power in powers for first in (1, 2, 5)]
     shown = [time for time in times if shortest_ms <= time <= longest_ms]
     decades = [time for time in shown if f"{time:e}".startswith("1.")]
-    return shown if len(shown) <= _MOST_TICKS + 1 else decades[:: math.ceil(len(decades) / _MOST_TICKS)]
+    if len(shown) <= _MOST_TICKS + 1:
+        return shown
+    return decades[:: math.ceil(len(decades) / _MOST_TICKS)]

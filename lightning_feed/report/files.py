@@ -136,7 +136,7 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
 
 def _essence(diagnosis: Diagnosis) -> tuple[str, Change | None]:
     """The bottleneck and the first change to make."""
-    return diagnosis.bottleneck, diagnosis.remedies[0].change if diagnosis.remedies else None
+    return diagnosis.bottleneck, next((remedy.change for remedy in diagnosis.remedies), None)
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:

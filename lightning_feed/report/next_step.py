@@ -59,7 +59,7 @@ _WITHOUT_NOTE: dict[str, str] = {
 
 
 def _adviser(diagnosis: Diagnosis, run: RunIdentity | None, arguments: str) -> "_Adviser":
-    run = RunIdentity() if run is None else run
+    run = run or RunIdentity()
     return _Adviser(diagnosis, _Program(run.program, arguments if run.has_arguments else ""))
 
 
@@ -79,9 +79,14 @@ class _Program:
     @property
     def quoted(self) -> str:
         """The program as typed in a shell."""
-        if not self.name:
-            return "SCRIPT.py"
-        return self.name if self.name.startswith("-m ") else shlex.quote(self.name)
+        if self.name.startswith("-m "):
+            return self.name
+        return shlex.quote(self.name or "SCRIPT.py")
+
+    @property
+    def passed(self) -> str:
+        """The arguments, as they are passed on behind ``--``; empty if there are none."""
+        return f" -- {self.arguments}" if self.arguments else ""
 
     @property
     def typed(self) -> str:
@@ -97,7 +102,9 @@ class _Program:
         """The way to train with a GPUStarvationCallback, which the program itself has if it ``measures``."""
         if self.is_notebook:
             return "`GPUStarvationCallback()`"
-        return f"`{self.typed}`" if measures else f"`LIGHTNING_FEED=1 {self.typed}`"
+        if measures:
+            return f"`{self.typed}`"
+        return f"`LIGHTNING_FEED=1 {self.typed}`"
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,9 @@ class _Adviser:
             )
         if is_toy(self.diagnosis):
             return _Step("use larger batches: no other setting makes steps this short faster")
-        return self._to_a_verdict() if self.diagnosis.bottleneck == "unknown" else None
+        if self.diagnosis.bottleneck == "unknown":
+            return self._to_a_verdict()
+        return None
 
     def _to_try(self) -> _Step | None:
         """The command that tries lighter samples, or numbers of workers; None if these are no remedy, or were tried.
@@ -184,8 +193,7 @@ class _Adviser:
         return [note for note in self.diagnosis.notes if note.kind != "share of the run"]
 
     def _first_note(self, otherwise: str) -> _Step:
-        notes = self._notes()
-        return self._repeat(notes[0]) if notes else _Step(otherwise)
+        return next(map(self._repeat, self._notes()), _Step(otherwise))
 
     def _rest_may_limit(self) -> bool:
         """True for a diagnosis that hardly waited for data, and did not run parts of the fit, which may be to blame."""
@@ -207,8 +215,7 @@ class _Adviser:
         if self.program.is_notebook or not self.program.name:
             return f"{_TUNE}: it {what}"
         if self._is_short():
-            arguments = f" -- {self.program.arguments}" if self.program.arguments else ""
-            command = f"{self._few_threads()}lightning-feed tune {self.program.quoted}{arguments}"
+            command = f"{self._few_threads()}lightning-feed tune {self.program.quoted}{self.program.passed}"
             return f"`{command}` tries numbers of workers outside of this short run"
         return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
 
@@ -255,7 +262,9 @@ class _Adviser:
         notes = self._notes()
         if not self.measured.diagnosed and (self.diagnosis.cause in MADE_IN_YOUR_CODE or not notes):
             asking = [note for note in notes if note.kind in _ASKING]
-            return self._repeat(asking[0]) if asking else self._ask_more()
+            if not asking:
+                return self._ask_more()
+            return self._repeat(asking[0])
         if notes:
             return self._repeat(notes[0])
         part = ""
@@ -316,8 +325,7 @@ class _Adviser:
         """The command, or in a notebook the call, that diagnoses the same training."""
         if self.program.is_notebook:
             return "lightning_feed.diagnose(trainer, model)"
-        command = f"{self._few_threads()}lightning-feed diagnose {self.program.quoted}"
-        return f"{command} -- {self.program.arguments}" if self.program.arguments else command
+        return f"{self._few_threads()}lightning-feed diagnose {self.program.quoted}{self.program.passed}"
 
     def _few_threads(self) -> str:
         """The environment variable that keeps torch's threads as few as in this run, if other programs use the CPUs."""
@@ -354,4 +362,6 @@ class _Adviser:
 def _fix(remedy: Remedy) -> str:
     if "\n" in remedy.code:
         return f"paste the first fix, {remedy.where}"
-    return f"{remedy.where}: `{remedy.code}`" if remedy.where else f"`{remedy.code}`"
+    if remedy.where:
+        return f"{remedy.where}: `{remedy.code}`"
+    return f"`{remedy.code}`"

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from lightning_feed.extras import installed_version
 from lightning_feed.machine.file_system import file_system
 from lightning_feed.machine.limits import cpu_model, read_machine
-from lightning_feed.measure.stats import RankStats
+from lightning_feed.measure.stats import RankStats, ratio
 from lightning_feed.report.words import LOOP_WORDS, share_text, toy_sentence
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.remedies import may_try_workers
@@ -98,7 +98,7 @@ class Report:
     def _repr_html_(self) -> str | None:
         """The page for a notebook; None if the module ``report.files`` was not imported."""
         make_page = type(self).page
-        return None if make_page is None else make_page(self)
+        return make_page and make_page(self)
 
 
 def read_environment(root: Path = Path("/")) -> Environment:
@@ -165,7 +165,9 @@ _LONGEST_ARGUMENTS = 60
 def arguments_now() -> str:
     """The arguments of this process, as they are typed in a shell; if they are long, ``SAME ARGUMENTS``."""
     arguments = shlex.join(sys.argv[1:])
-    return arguments if len(arguments) <= _LONGEST_ARGUMENTS else "SAME ARGUMENTS"
+    if len(arguments) > _LONGEST_ARGUMENTS:
+        return "SAME ARGUMENTS"
+    return arguments
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
@@ -200,7 +202,9 @@ def headline(diagnosis: Diagnosis) -> str:
     verdict, share = headline_parts(diagnosis)
     if not share:
         return verdict
-    return f"{verdict}. {share}." if verdict.startswith("OK") else f"{verdict}: {share}"
+    if verdict.startswith("OK"):
+        return f"{verdict}. {share}."
+    return f"{verdict}: {share}"
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
@@ -388,7 +392,7 @@ def speedup(diagnosis: Diagnosis) -> float | None:
         step_ms = stats.step_ms or 0.0
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
         busy = batches * (step_ms - (stats.data_ms or 0.0))
-    return whole / busy if busy > 0 else None
+    return ratio(whole, max(0.0, busy))
 
 
 def start_ms_per_step(diagnosis: Diagnosis) -> float | None:
@@ -402,4 +406,6 @@ def start_ms_per_step(diagnosis: Diagnosis) -> float | None:
 
 def cause_text(diagnosis: Diagnosis) -> str:
     """The cause in a word or two; empty if not known, or if it is the same word as the bottleneck."""
-    return "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause
+    if diagnosis.cause in ("unknown", diagnosis.bottleneck):
+        return ""
+    return diagnosis.cause

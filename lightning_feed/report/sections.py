@@ -124,14 +124,18 @@ def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
 def _remark(bar: Bar) -> str:
     if not bar.narrowest:
         return ""
-    return "<- bottleneck" if bar.kind == "stage" else "<- slowest part"
+    if bar.kind == "stage":
+        return "<- bottleneck"
+    return "<- slowest part"
 
 
 def _short(name: str, longest: int) -> str:
     indent = name[: len(name) - len(name.lstrip())]
     text = indent + " ".join(name.split())
     longest = max(12, min(50, longest))
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 3]}..."
 
 
 def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> list[_Row]:
@@ -345,7 +349,9 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
         for steps in validation.by_loader
     ]
     section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
-    yield section if shown else replace(section, console=(), folded=True)
+    if not shown:
+        section = replace(section, console=(), folded=True)
+    yield section
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
@@ -601,7 +607,9 @@ def _first_known(*values: int | None) -> int | None:
 
 
 def _size(size_bytes: int | None) -> str | None:
-    return None if size_bytes is None else size_text(size_bytes)
+    if size_bytes is None:
+        return None
+    return size_text(size_bytes)
 
 
 def _known(*rows: tuple[str, str | int | None]) -> list[Row]:

@@ -70,7 +70,9 @@ def words(note: Note, measured: Measurements, *, diagnose: str = DIAGNOSE) -> st
     text = form(_Values(note), measured) if callable(form) else form
     values = {**note.figures, **note.names, "diagnose": f"`{diagnose}`"}
     text = _Formatter(stats.step_ms or 0.0, measured.experiments.batch_size).vformat(text, (), values)
-    return f"in validation: {text}" if note.in_validation else text
+    if note.in_validation:
+        return f"in validation: {text}"
+    return text
 
 
 class _Formatter(string.Formatter):
@@ -136,7 +138,9 @@ class _Values:
 
 def _part_of_the_step(values: _Values, _: Measurements) -> str:
     text = f"{{ms:ms}} of {{step_ms:ms}} ms ({{pct:.0f}} %) {values.word('part', _PARTS)}"
-    return f"{text}, the slowest rank of each step" if values.figure("by_ranks") else text
+    if values.figure("by_ranks"):
+        return f"{text}, the slowest rank of each step"
+    return text
 
 
 def _device_wait(values: _Values, _: Measurements) -> str:

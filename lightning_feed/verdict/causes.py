@@ -334,7 +334,9 @@ def _slow_copies(measured: Measurements) -> Reason | None:
 def _why_unpinned(loader: LoaderFacts) -> NoteKind:
     if not loader.pin_memory:
         return "pageable"
-    return "not locked" if loader.in_place else "pinning failed"
+    if loader.in_place:
+        return "not locked"
+    return "pinning failed"
 
 
 def _is_pinned(measured: Measurements) -> bool | None:

@@ -284,7 +284,9 @@ def _limit_of(measured: Measurements) -> Limit | None:
     checkpoints = wall.seconds("checkpoints")
     if validation + checkpoints < max(BESIDE_LEAST_S, wall.seconds("train", "epoch starts")):
         return None
-    return "validation" if validation >= checkpoints else "checkpoints"
+    if validation >= checkpoints:
+        return "validation"
+    return "checkpoints"
 
 
 def _takes_much_beside_training(measured: Measurements) -> bool:
@@ -307,8 +309,8 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
     measured = steps.measurements
     wall = measured.wall
     assert wall is not None
-    rarer = rarer_validation(measured, wall) if limit == "validation" else rarer_checkpoints(measured, wall)
-    remedies = [] if rarer is None else [rarer]
+    find_rarer = {"validation": rarer_validation, "checkpoints": rarer_checkpoints}[limit]
+    remedies = list(filter(None, [find_rarer(measured, wall)]))
     evidence = [Note.of("share of the run")]
     diagnosis = replace(steps, bottleneck=limit, cause="unknown", notes=(), why_not=())
     if validation is not None:
@@ -362,7 +364,7 @@ def _rarer_factor(wall: WallStats) -> int | None:
     for factor in factors:
         if wall.seconds("validation") / factor <= BESIDE_MOST_SHARE * training_s:
             return factor
-    return factors[-1] if factors else None
+    return next(reversed(factors), None)
 
 
 class _ValidationChange(NamedTuple):

@@ -198,7 +198,7 @@ class Diagnosis:
     def _repr_html_(self) -> str | None:
         """The page for a notebook; None if the module ``report.files`` was not imported."""
         make = type(self).page
-        return None if make is None else make(self)
+        return make and make(self)
 
     @property
     def stats(self) -> StarvationStats:

@@ -263,7 +263,9 @@ def _unpinned(judged: JudgedRun) -> Notes:
     """Note on batches in pageable memory that do not come in place, or whose slots are not page-locked."""
     if not judged.loader.pin_memory:
         return [Note.of("pin")]
-    return [Note.of("lock memory" if judged.loader.in_place else "pin method")]
+    if judged.loader.in_place:
+        return [Note.of("lock memory")]
+    return [Note.of("pin method")]
 
 
 def _step_itself(judged: JudgedRun) -> Notes:

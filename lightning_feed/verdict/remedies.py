@@ -412,7 +412,9 @@ def _lighter_samples(judged: JudgedRun, setting: str) -> Remedy | None:
 
 def _our_package(judged: JudgedRun) -> str:
     """The module of this package whose classes fit the package of the user's Trainer."""
-    return "lightning_feed" if judged.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
+    if judged.facts.trainer.package == "lightning.pytorch":
+        return "lightning_feed"
+    return "lightning_feed.pl"
 
 
 # --- the CPUs -----------------------------------------------------------------------------------------------------
@@ -613,7 +615,9 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
 
 def setting_of(remedy: Remedy) -> str:
     """Return the name of the setting that a remedy changes; empty if it changes none."""
-    return "" if remedy.change is None else remedy.change.setting
+    if remedy.change is None:
+        return ""
+    return remedy.change.setting
 
 
 _EFFECTS: dict[str, tuple[Effect, ...]] = {
