@@ -41,6 +41,12 @@ class Recipes:
     on_device: Recipe
     """The recipe of training images that stay on the device, where they are cropped."""
 
+    def of(self, split: str) -> tuple[Recipe, Recipe | None]:
+        """Return the recipe of a split, and that of its images that stay on the device, if it is another."""
+        if split == "train":
+            return self.train, self.on_device
+        return self.evaluation, None
+
     @property
     def has_transform(self) -> bool:
         """True if one of them is a transform of the user's."""

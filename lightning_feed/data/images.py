@@ -122,12 +122,12 @@ class FeedImageFolder(FeedDataModule):
         if choice is None:
             raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
         backend = self._images_choose_backend(source, choice.decoder)
-        recipes = self._images_recipes
+        recipe, kept = self._images_recipes.of(split)
         return ImageDataset(
             source,
             choice.decoder,
-            recipes.train if split == "train" else recipes.evaluation,
-            kept=recipes.on_device if split == "train" else None,
+            recipe,
+            kept=kept,
             bad_samples=BadSamples(self.on_error, self.max_failures),
             encoded=backend != "torch",
             cpu_part=CpuShare() if backend == "nvjpeg" else None,

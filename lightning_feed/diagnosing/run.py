@@ -115,13 +115,16 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         DiagnosisNotWritten: if the files cannot be written at the end. The exception has the verdict.
         DiagnosisInterrupted: on Ctrl-C. The exception has the results so far.
     """
-    if budget_s is None:
-        budget_s = QUICK_BUDGET_S if quick else BUDGET_S
-    _check(only, budget_s)
+    plan = _Scope(only, BUDGET_S, RUN_STEPS, REPLAY_STEPS)
+    if quick:
+        plan = _Scope(only, QUICK_BUDGET_S, QUICK_RUN_STEPS, QUICK_REPLAY_STEPS)
+    if budget_s is not None:
+        plan = replace(plan, budget_s=budget_s)
+    _check(plan)
     if out is not None:
         check_writable(Path(out))  # before a minute of experiments, not after it
     session = _open(trainer, model, datamodule, train_dataloaders)
-    stopped = _run(session, _Scope(only, budget_s, quick=quick))
+    stopped = _run(session, plan)
     diagnosis = decide(measurements_of(session))
     written, problem = _write(diagnosis, out)
     if isinstance(stopped, FeedError):
@@ -133,12 +136,12 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     return diagnosis
 
 
-def _check(only: Sequence[str], budget_s: float) -> None:
-    if budget_s <= 0:
-        raise SettingsError(f"budget_s={budget_s!r}: give the seconds that the experiments may take, more than 0.")
-    unknown = [name for name in only if name not in EXPERIMENTS]
-    if unknown or not only:
-        raise SettingsError(f"only={only!r}: give a list of any of {', '.join(EXPERIMENTS)}.")
+def _check(plan: "_Scope") -> None:
+    if plan.budget_s <= 0:
+        raise SettingsError(f"budget_s={plan.budget_s!r}: give the seconds that the experiments may take, more than 0.")
+    unknown = [name for name in plan.only if name not in EXPERIMENTS]
+    if unknown or not plan.only:
+        raise SettingsError(f"only={plan.only!r}: give a list of any of {', '.join(EXPERIMENTS)}.")
 
 
 def _open(trainer: object, model: object, datamodule: Any, loaders: object) -> Session:
@@ -215,7 +218,10 @@ class _Scope:
 
     only: Sequence[str]
     budget_s: float
-    quick: bool = False
+    run_steps: int
+    """Most steps of the unchanged run."""
+    replay_steps: int
+    """Most optimizer steps of the replay."""
 
 
 class _Experiments:
@@ -263,8 +269,8 @@ class _Experiments:
 
     def _run_as_it_is(self) -> None:
         session = self.session
-        steps = QUICK_RUN_STEPS if self.plan.quick else RUN_STEPS
-        fit_length = FitLength(min_steps=FEWEST_RUN_STEPS, max_steps=steps, seconds=RUN_SHARE * self.plan.budget_s)
+        seconds = RUN_SHARE * self.plan.budget_s
+        fit_length = FitLength(min_steps=FEWEST_RUN_STEPS, max_steps=self.plan.run_steps, seconds=seconds)
         self._show("the run as it is", 0.0)
         with user_errors(AS_IT_IS):
             run_as_it_is(session, fit_length)
@@ -299,7 +305,7 @@ class _Experiments:
         session = self.session
         seconds = REPLAY_SHARE * self.plan.budget_s
         accumulate = session.trainer.accumulate_grad_batches
-        most = accumulate * (QUICK_REPLAY_STEPS if self.plan.quick else REPLAY_STEPS)
+        most = accumulate * self.plan.replay_steps
         fewest = accumulate * FEWEST_STEPS
         batches = session.device_batches.batches
         step_ms = session.measured and session.measured.stats.step_ms

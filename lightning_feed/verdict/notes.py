@@ -4,7 +4,7 @@ import re
 from typing import TypeGuard
 
 from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
-from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts
+from lightning_feed.measure.measurements import SYNCS, HookCode, HookTime, LoopFacts
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.device_use import has_idle_device, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Note, NoteKind, Remedy
@@ -240,11 +240,12 @@ def _is_treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
 def _slow_hook(judged: JudgedRun, hook: HookTime) -> Note:
     """The note on a slow hook: a note, not a remedy, because the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
-    code = next((code for code in judged.facts.hook_code if code.name == name), None)
-    at = "" if code is None else code.at
-    interval = "" if code is None else code.interval
+    unknown = HookCode(name=name, at="")
+    code = next((code for code in judged.facts.hook_code if code.name == name), unknown)
     kind: NoteKind = "rarer bar" if "ProgressBar" in name else "rarer hook"
-    return Note.of(kind, hook=name, at=at, interval=interval, ms=hook.ms_per_step, step_ms=judged.shares.step_ms)
+    return Note.of(
+        kind, hook=name, at=code.at, interval=code.interval, ms=hook.ms_per_step, step_ms=judged.shares.step_ms
+    )
 
 
 def _copy(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
