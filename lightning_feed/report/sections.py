@@ -173,14 +173,12 @@ def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
     The loader limits if training waits for data, or if nothing is known to limit it, and no other stage is slower.
     """
     narrowest = _slowest_of(bars, "stage")
-    slowest_part = _slowest_of(bars, "part")
     stage_of_headline = "" if takes_turns(diagnosis) else _STAGE_NAMED.get(diagnosis.bottleneck)
-    loader_limits = diagnosis.bottleneck in ("data", "unknown") and (narrowest is None or narrowest.name == "loader")
-    marked = []
+    marked: list[Bar | None] = []
     if narrowest is not None and narrowest.name == stage_of_headline:
         marked.append(narrowest)
-    if slowest_part is not None and loader_limits:
-        marked.append(slowest_part)
+    if diagnosis.bottleneck in ("data", "unknown") and (narrowest is None or narrowest.name == "loader"):
+        marked.append(_slowest_of(bars, "part"))
     return [bar._replace(narrowest=bar in marked) for bar in bars]
 
 
@@ -453,11 +451,8 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
 
 
 def _rank_rows(ranks: RankStats) -> list[Row]:
-    rows: list[Row] = []
-    for rank, ms in enumerate(ranks.data_ms_by_rank):
-        remark = " (the slow one)" if rank == ranks.slow_rank else ""
-        rows.append((f"rank {rank}{remark}", f"{ms:.2f}"))
-    return rows
+    remarks = {ranks.slow_rank: " (the slow one)"}
+    return [(f"rank {rank}{remarks.get(rank, '')}", f"{ms:.2f}") for rank, ms in enumerate(ranks.data_ms_by_rank)]
 
 
 def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:

@@ -64,8 +64,9 @@ def words(note: Note, measured: Measurements, *, diagnose: str = DIAGNOSE) -> st
         measured: the measurements of the verdict, for the unit of rates and for the precision of times.
         diagnose: the command that diagnoses the program.
     """
-    inside = measured.validation if note.in_validation else None
-    stats = measured.stats if inside is None else inside.stats
+    stats = measured.stats
+    if note.in_validation and measured.validation is not None:
+        stats = measured.validation.stats
     form = WORDS[note.kind]
     text = form(_Values(note), measured) if callable(form) else form
     values = {**note.figures, **note.names, "diagnose": f"`{diagnose}`"}

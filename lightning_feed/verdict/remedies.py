@@ -275,18 +275,17 @@ def _without_workers(judged: JudgedRun) -> Settings | None:
 
     Returns None if the user has set one of them where this remedy cannot change it.
     """
-    is_ours = judged.loader_code.form == "settings"
+    loader = judged.loader
     settings: Settings = {}
-    set_by_user = []
-    if judged.loader.prefetch_factor is not None:
-        settings["prefetch_factor"] = "auto" if is_ours else None
-        if judged.loader.prefetch_factor != TORCH_PREFETCH:
-            set_by_user.append("prefetch_factor")
-    if judged.loader.persistent_workers:
-        settings["persistent_workers"] = "auto" if is_ours else False
-        set_by_user.append("persistent_workers")
+    if loader.prefetch_factor is not None:
+        settings["prefetch_factor"] = None
+    if loader.persistent_workers:
+        settings["persistent_workers"] = False
+    set_by_user = [name for name in settings if vars(loader)[name] != TORCH_PREFETCH]
     if not all(map(judged.can_set_with_workers, set_by_user)):
         return None
+    if judged.loader_code.form == "settings":
+        settings = dict.fromkeys(settings, "auto")
     return {name: value for name, value in settings.items() if judged.can_set(name)}
 
 
@@ -405,9 +404,7 @@ def _lighter_samples(judged: JudgedRun, setting: str) -> Remedy | None:
         for trial in judged.measured.experiments.lighter
         if trial.setting == setting
     ]
-    return min(
-        remedies, key=lambda remedy: math.inf if remedy.least_step_ms is None else remedy.least_step_ms, default=None
-    )
+    return min(remedies, key=lambda remedy: remedy.least_step_ms or math.inf, default=None)
 
 
 def _our_package(judged: JudgedRun) -> str:
