@@ -474,10 +474,14 @@ class FeedDataModule:
         return []
 
     def _feed_epoch(self) -> int:
-        return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
+        if self.trainer is None:
+            return 0
+        return _host.epochs_processed(self.trainer)
 
     def _feed_next_epoch(self, epoch: int) -> int | None:
-        return None if self.trainer is None else _host.next_epoch(self.trainer, epoch)
+        if self.trainer is None:
+            return None
+        return _host.next_epoch(self.trainer, epoch)
 
     def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """Run the original transfer (the module's, if it has one), then ``device_transform``."""

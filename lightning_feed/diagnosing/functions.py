@@ -205,4 +205,6 @@ def _name_of_call(frame: FrameType) -> str:
     if "self" not in frame.f_locals:
         return name
     kind = type(frame.f_locals["self"]).__name__
-    return kind if name in _CLASS_CALLS else f"{kind}.{name}"
+    if name in _CLASS_CALLS:
+        return kind
+    return f"{kind}.{name}"

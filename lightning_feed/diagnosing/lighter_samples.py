@@ -136,7 +136,9 @@ def _images_of(session: Session) -> ImageDataset | None:
     dataset: AnyDataset = session.parts[0].loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return dataset if type(dataset) is ImageDataset and not dataset.encoded else None
+    if type(dataset) is ImageDataset and not dataset.encoded:
+        return dataset
+    return None
 
 
 class _Trial:
@@ -243,7 +245,9 @@ class _Trial:
     def _root(self) -> Path:
         """The folder of images, with a name to which the name of a pack can be added."""
         root = Path(self.session.datamodule._feed.data_dir)
-        return root if root.name not in ("", "..") else root.resolve()
+        if root.name in ("", ".."):
+            return root.resolve()
+        return root
 
     def _short_side(self) -> int | None:
         """The shorter side of images in a pack that are large enough for the crops; None if the size of the crops is

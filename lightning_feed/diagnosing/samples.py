@@ -115,7 +115,9 @@ def _sites_of(dataset: object) -> list[Site]:
     """The transforms in the attributes of a dataset, without those of the datasets inside it."""
     if isinstance(dataset, ImageDataset):
         # A dataset of encoded images only draws the recipe's random numbers. The recipe is applied elsewhere.
-        return [] if dataset.encoded else [Site(dataset, "recipe")]
+        if dataset.encoded:
+            return []
+        return [Site(dataset, "recipe")]
     sites = []
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if type(value).__name__ == "StandardTransform":  # torchvision's pair of transform and target_transform

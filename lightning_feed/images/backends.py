@@ -25,7 +25,8 @@ from lightning_feed.storage.folder import SampleSource
 logger = logging.getLogger(__name__)
 
 Backend: TypeAlias = Literal["auto", "torch", "nvjpeg", "dali-cpu", "dali-gpu"]
-DALI_BACKENDS = ("dali-cpu", "dali-gpu")
+DALI_BACKENDS: dict[str, Literal["cpu", "gpu"]] = {"dali-cpu": "cpu", "dali-gpu": "gpu"}
+"""DALI's backends, and where each decodes."""
 GPU_BACKENDS = ("nvjpeg", "dali-gpu")
 _SAMPLES_TO_CHOOSE_BY = 64
 
@@ -81,7 +82,7 @@ def resolve(backend: object) -> tuple[Backend, DaliOptions | NvJpegOptions | Non
         return name, NvJpegOptions()
     if name not in DALI_BACKENDS:
         return name, None
-    return name, DaliOptions(device="gpu" if name == "dali-gpu" else "cpu")
+    return name, DaliOptions(device=DALI_BACKENDS[name])
 
 
 def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()) -> None:

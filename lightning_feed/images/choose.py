@@ -175,7 +175,9 @@ def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
 def _decode(decoder: Decoder, sample: _Sample, *, regions: bool) -> Pixels | None:
     """Decode a sample. Returns None if the decoder refused the sample, and Pillow decoded it instead."""
     try:
-        return decoder.decode_region(sample.data, sample.box) if regions else decoder.decode(sample.data)
+        if regions:
+            return decoder.decode_region(sample.data, sample.box)
+        return decoder.decode(sample.data)
     except DecodeError:
         PillowDecoder().decode(sample.data)
         return None
@@ -299,7 +301,9 @@ class FallbackDecoder(Decoder):
 
 def with_fallback(primary: Decoder) -> Decoder:
     """Return the decoder with Pillow as fallback; Pillow itself is returned as is."""
-    return primary if isinstance(primary, PillowDecoder) else FallbackDecoder(primary)
+    if isinstance(primary, PillowDecoder):
+        return primary
+    return FallbackDecoder(primary)
 
 
 def _reason(data: Encoded) -> str:
@@ -307,6 +311,8 @@ def _reason(data: Encoded) -> str:
     if kind != JPEG:
         return kind
     try:
-        return _CMYK if jpeg_header(data).components == 4 else JPEG
+        if jpeg_header(data).components == 4:
+            return _CMYK
+        return JPEG
     except DecodeError:  # Pillow read a header that we cannot
         return JPEG

@@ -239,4 +239,6 @@ def _takes_tensors(transform: object) -> bool:
 def _steps(transform: Any) -> list[Any]:
     if _of_torchvision(transform, "Compose"):
         return list(transform.transforms)
-    return list(transform) if type(transform) is torch.nn.Sequential else [transform]
+    if type(transform) is torch.nn.Sequential:
+        return list(transform)
+    return [transform]

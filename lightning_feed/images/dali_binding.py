@@ -174,7 +174,9 @@ def nvjpeg_version() -> tuple[int, int] | None:
         failed = library.nvjpegGetProperty(0, ctypes.byref(major)) or library.nvjpegGetProperty(1, ctypes.byref(minor))
     except (OSError, AttributeError):  # no such library, or no such function in it
         return None
-    return None if failed else (major.value, minor.value)
+    if failed:
+        return None
+    return (major.value, minor.value)
 
 
 def take_output(pipeline: Any, device: torch.device) -> Tensor:

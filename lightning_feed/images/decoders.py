@@ -74,7 +74,9 @@ class Decoder:
         Raises:
             DecodeError: as in :meth:`decode`.
         """
-        return jpeg_header(data)[:2] if kind_of(data) == JPEG else PillowDecoder().size(data)
+        if kind_of(data) == JPEG:
+            return jpeg_header(data)[:2]
+        return PillowDecoder().size(data)
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         """Decode the pixels of ``region``. Without :attr:`decodes_regions`, decodes the whole image first.

@@ -146,7 +146,9 @@ _statistics = _ThreadStatistics()
 def run_queue_clock() -> int | None:
     """Nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
     numbers = _statistics.read().split()  # proc(5): time on a CPU, time ready to run without a CPU, time slices
-    return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
+    if len(numbers) > 1 and numbers[0] != b"0":
+        return int(numbers[1])
+    return None
 
 
 def own_clock(clock: Callable[[], int] = time.perf_counter_ns) -> int:

@@ -189,7 +189,9 @@ class _Filters(list[Any]):
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return _Filters(found) if isinstance(key, slice) else found
+        if isinstance(key, slice):
+            return _Filters(found)
+        return found
 
 
 class _Pattern:

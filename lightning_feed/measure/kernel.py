@@ -223,7 +223,9 @@ class PressureTime(Additive):
     def pressure_pct(self, resource: str) -> float | None:
         """Percentage of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
         whole = self.whole[resource]
-        return min(100.0, 100 * self.part[resource] / whole) if whole else None
+        if not whole:
+            return None
+        return min(100.0, 100 * self.part[resource] / whole)
 
     @property
     def throttled_pct(self) -> float | None:
@@ -275,7 +277,9 @@ class PressureClock:
 def _waited_ns(path: Path) -> int | None:
     """Nanoseconds, from the microseconds of ``total`` in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``."""
     total_us = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
-    return 1000 * int(total_us[1]) if total_us else None
+    if not total_us:
+        return None
+    return 1000 * int(total_us[1])
 
 
 def _periods(path: Path) -> tuple[int, int] | None:

@@ -172,7 +172,9 @@ class MeasuredLoop:
 
     def settled(self) -> LoopSums | None:
         """Sums over the steps and the loaders since the warm-up ended; None during the warm-up."""
-        return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
+        if not self._settled:
+            return None
+        return LoopSums(self.ledger.settled(), self.loaders.settled())
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
         """Steps of each of several loaders that are read one after the other; empty for a single loader."""

@@ -251,7 +251,9 @@ class RankExchange:
 
     def _read(self, keys: list[str]) -> list[bytes] | None:
         """The values of all ``keys``; None if a key is missing, because getting a missing key would block."""
-        return read_all(self._store, keys) if self._store.check(keys) else None
+        if not self._store.check(keys):
+            return None
+        return read_all(self._store, keys)
 
     def _miss(self) -> None:
         self._missed += 1

@@ -86,7 +86,9 @@ class PairSums:
         """Chunks in a block; None for too few steps."""
         count = len(self.data)
         length = block_length(count, self.chunk, period)
-        return None if count < FEWEST_BLOCKS * length or sum(self.step) <= 0 else length
+        if count < FEWEST_BLOCKS * length or sum(self.step) <= 0:
+            return None
+        return length
 
 
 def block_length(count: int, chunk: int, period: int) -> int:
@@ -324,7 +326,9 @@ class Sums(Additive):
             rest_ms: the mean step time without the wait for data.
         """
         if not self.divided_ns:
-            return stats if rest_ms else replace(stats, other_ms=0.0, copy_ms=0.0, compute_ms=0.0)
+            if rest_ms:
+                return stats
+            return replace(stats, other_ms=0.0, copy_ms=0.0, compute_ms=0.0)
         stats = replace(
             stats,
             other_ms=rest_ms * self.other_ns / self.divided_ns,

@@ -375,7 +375,9 @@ def _form(hint: Any) -> dict[str, Any]:
         return _form_of_object(hint)
     if origin in (Union, UnionType):
         form = _form(_not_none(inner))
-        return form if form == _form(float) else {"anyOf": [form, {"type": "null"}]}
+        if form == _form(float):
+            return form
+        return {"anyOf": [form, {"type": "null"}]}
     if origin is Literal:
         return {"enum": list(inner)}
     if origin is dict:

@@ -223,7 +223,9 @@ def _code(words: str) -> str:
     """Code between backquotes, on one line, so that it may stand in the cell of a table."""
     flat = printable(re.sub(r"\s+", " ", words)).replace("|", "\\|")
     fence = _fence(flat)
-    return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
+    if len(fence) > 1:
+        return f"{fence} {flat} {fence}"
+    return f"`{flat}`"
 
 
 def _fence(text: str, least: int = 1) -> str:

@@ -373,7 +373,9 @@ def best_speedup(diagnosis: Diagnosis) -> float | None:
             factors.append(step_ms / remedy.least_step_ms)
         elif remedy.most_gain_pct is not None and remedy.most_gain_pct < 100:
             factors.append(100 / (100 - remedy.most_gain_pct))
-    return math.prod(factors) if factors else None
+    if not factors:
+        return None
+    return math.prod(factors)
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
