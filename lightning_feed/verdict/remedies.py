@@ -281,7 +281,9 @@ def _without_workers(judged: JudgedRun) -> Settings | None:
         settings["prefetch_factor"] = None
     if loader.persistent_workers:
         settings["persistent_workers"] = False
-    set_by_user = [name for name in settings if vars(loader)[name] != TORCH_PREFETCH]
+    set_by_user = set(settings)
+    if loader.prefetch_factor == TORCH_PREFETCH:
+        set_by_user.discard("prefetch_factor")
     if not all(map(judged.can_set_with_workers, set_by_user)):
         return None
     if judged.loader_code.form == "settings":
