@@ -134,11 +134,11 @@ class WatchedLoader(Generic[T]):
         self.close()
 
     def summary(self) -> StarvationStats:
-        """The parts of the steps so far, without the first ones, in which queues still fill."""
+        """Return the parts of the steps so far, without the first ones, in which queues still fill."""
         return self._run.measurements().stats
 
     def report(self) -> "Diagnosis":
-        """The verdict on what limits training, from all steps so far, and what to change."""
+        """Return the verdict on what limits training, from all steps so far, and what to change."""
         from lightning_feed.verdict.decide import decide  # here: a loop that is only measured needs no verdict
 
         return decide(self._run.measurements())
@@ -334,7 +334,7 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
 
 
 def _device_of(loader: object) -> torch.device:
-    """The device on which the loader puts batches, else the accelerator in use, else the CPU."""
+    """Return the device on which the loader puts batches, else the accelerator in use, else the CPU."""
     device = getattr(loader, "device", None)
     if isinstance(device, torch.device):
         return device
@@ -346,7 +346,7 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """The rank (``RANK``), or the number of ranks of the run (``WORLD_SIZE``) or of this machine.
+    """Return the rank (``RANK``), or the number of ranks of the run (``WORLD_SIZE``) or of this machine.
 
     Read from torch.distributed, or else from the launcher's environment variable; ``otherwise`` if neither has it.
     """

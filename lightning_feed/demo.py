@@ -54,8 +54,8 @@ EPOCHS = 3
 
 
 def find_images(root: Path, most: int) -> ImageFolder:
-    """The images of a folder of class folders, or of its subfolder ``train``. Takes ``most`` images at most, evenly
-    spaced.
+    """Return the images of a folder of class folders, or of its subfolder ``train``. Takes ``most`` images at most,
+    evenly spaced.
 
     Raises:
         DatasetError: if the folder is missing or holds no class folders with images.
@@ -130,7 +130,7 @@ def plain_transform() -> v2.Compose:
 
 
 def plain_loader(images: ImageFolder) -> DataLoader[Any]:
-    """A DataLoader as most people first write it: normalised float32 images, no workers."""
+    """Return a DataLoader as most people first write it: normalised float32 images, no workers."""
     return DataLoader(_transformed(images, plain_transform()), batch_size=BATCH_SIZE, shuffle=True)
 
 
@@ -142,7 +142,7 @@ class FedImages(FastDataModule):
         self._images = images
 
     def make_dataset(self, split: str) -> ImageFolder | None:
-        """The training images; there are no other splits."""
+        """Return the training images; there are no other splits."""
         if split != "train":
             return None
         transform = v2.Compose([v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip(), v2.PILToTensor()])
@@ -172,7 +172,7 @@ class AdvisedImages(ImageFolderDataModule):
         self._most = len(images)
 
     def make_dataset(self, split: str) -> Any:
-        """The training images, as many as the other runs have; there are no other splits."""
+        """Return the training images, as many as the other runs have; there are no other splits."""
         dataset = super().make_dataset(split)
         if dataset is None or len(dataset) <= self._most:
             return dataset
@@ -222,7 +222,7 @@ def _advice(report: Report) -> str:
 
 
 def verdict_words(report: Report) -> str:
-    """Bottleneck, if known, and grade of a run."""
+    """Return the bottleneck, if known, and grade of a run."""
     return f"{report.diagnosis.bottleneck}: {report.diagnosis.grade}".removeprefix("unknown: ")
 
 
@@ -269,7 +269,7 @@ ROWS = {
 
 
 def demo_text(outcome: Outcome) -> str:
-    """The results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
+    """Return the results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
     meanings = "".join(f"{name + ':':8} {meaning}\n" for name, meaning in _meanings(outcome).items())
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
@@ -301,7 +301,8 @@ def _meanings(outcome: Outcome) -> dict[str, str]:
 
 
 def _on_the_device(outcome: Outcome) -> str:
-    """The waiting times of the GPU in each run, if measured; without a GPU, a note on the CPU that stands in for it."""
+    """Return the waiting times of the GPU in each run, if measured; without a GPU, a note on the CPU that stands in for
+    it."""
     if outcome["device"] == "CPU":
         return (
             "There is no GPU here. As a stand-in, training has half of the CPUs, in all runs. The fed and advised\n"
@@ -378,7 +379,8 @@ def run_demo(*, data: Path | None, out: Path, images: int = IMAGES) -> Outcome:
 
 
 def demo_page(outcome: Outcome, reports: dict[str, Report]) -> str:
-    """The HTML page of the demo: the steps of all runs as bars, the gain, the first report's advice, and the table."""
+    """Return the HTML page of the demo: the steps of all runs as bars, the gain, the first report's advice, and the
+    table."""
     advice = [section for section in advice_sections(reports["plain"].diagnosis, ()) if section.form == "remedies"]
     fix = "the fix of the first report" if _advice(reports["plain"]) else "ImageFolderDataModule"
     return page_template("demo.html").render(
@@ -394,7 +396,7 @@ def demo_page(outcome: Outcome, reports: dict[str, Report]) -> str:
 
 
 def _bars(outcome: Outcome, reports: dict[str, Report]) -> list[dict[str, Any]]:
-    """The values from which the page draws a bar for the step of each run."""
+    """Return the values from which the page draws a bar for the step of each run."""
     times = {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
     return [
         {

@@ -36,7 +36,7 @@ class Finding:
     """The problem, and its fix; empty if nothing is wrong."""
 
     def only_if(self, wrong: object) -> "Finding":
-        """The finding, without its advice unless something is wrong."""
+        """Return the finding, without its advice unless something is wrong."""
         return self if wrong else replace(self, advice="")
 
 
@@ -143,7 +143,7 @@ def _memory(root: Path) -> list[Finding]:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Findings as text: each value, with the advice below it if something is wrong."""
+    """Return the findings as text: each value, with the advice below it if something is wrong."""
     indent = " " * (2 + max(len(finding.topic) for finding in findings))
     lines = []
     for finding in findings:

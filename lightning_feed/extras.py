@@ -33,7 +33,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, without importing it; None if it is not installed."""
+    """Return the version of an installed package, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -39,24 +39,24 @@ def source_line(file: str, line: int) -> str:
 
 
 def plural(count: int, thing: str, things: str = "") -> str:
-    """A count with its noun: ``1 worker``, ``2 workers``, ``3 batches``."""
+    """Return a count with its noun: ``1 worker``, ``2 workers``, ``3 batches``."""
     if count == 1:
         return f"1 {thing}"
     return f"{count} {things or thing + 's'}"
 
 
 def throughput(batches_per_s: float, batch_size: int | None) -> str:
-    """A rate in samples per second; in batches per second if the batch size is unknown."""
+    """Return a rate in samples per second; in batches per second if the batch size is unknown."""
     return f"{in_rate(batches_per_s * (batch_size or 1))} {rate_unit(batch_size)}"
 
 
 def rate_unit(batch_size: int | None) -> str:
-    """The unit of :func:`throughput`."""
+    """Return the unit of :func:`throughput`."""
     return "samples/s" if batch_size else "batches/s"
 
 
 def in_rate(per_s: float) -> str:
-    """A rate with at least three digits, and spaces between thousands."""
+    """Return a rate with at least three digits, and spaces between thousands."""
     digits = 2
     if per_s >= 100:
         digits = 0

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
-    """Batches between two updates of the progress bar; None without a bar, or if the bar has no ``refresh_rate``."""
+    """Return the batches between two updates of the progress bar; None without a bar, or if the bar has no
+    ``refresh_rate``."""
     rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
     return rate if type(rate) is int else None
 
 
 def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
-    """The function that prints a line above a live TQDM progress bar; None if plain ``print`` is to be used.
+    """Return the function that prints a line above a live TQDM progress bar; None if plain ``print`` is to be used.
 
     The bar's own function drops the line if the bar is closed or disabled. Other bars do not disturb a plain ``print``.
     Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
@@ -33,7 +34,7 @@ def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
 
 
 def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
-    """The arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
+    """Return the arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
 
     The keys do not contain the subcommand. Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``).
     """
@@ -55,7 +56,7 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 
 
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
-    """The intervals (``"epoch"``, ``"step"``) of strict ReduceLROnPlateau schedulers.
+    """Return the intervals (``"epoch"``, ``"step"``) of strict ReduceLROnPlateau schedulers.
 
     If the metric of such a scheduler is missing when it steps, the fit fails.
 
@@ -106,7 +107,7 @@ def has_grad_scaler(trainer: AnyTrainer) -> bool:
 
 
 def optimizer_step_is_known(trainer: AnyTrainer) -> bool:
-    """True if none of the user's classes takes part in the backward pass and the optimizer step.
+    """Return True if none of the user's classes takes part in the backward pass and the optimizer step.
 
     Then strategy and precision plugin are Lightning's classes, and optimizers and schedulers are torch's. Checked
     against Lightning 2.4.0 and 2.6.6 (``strategies/strategy.py``).
@@ -119,7 +120,8 @@ def optimizer_step_is_known(trainer: AnyTrainer) -> bool:
 
 
 def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
-    """Names of the synchronisations in a running fit that Lightning causes, from ``measure.measurements.SYNCS``.
+    """Return the names of the synchronisations in a running fit that Lightning causes, from
+    ``measure.measurements.SYNCS``.
 
     - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``. Such a metric is
       known only after it was first logged, so call this after some steps. ``ModelCheckpoint`` or the bar converts each
@@ -165,17 +167,17 @@ def _is_in_bar(metric: object) -> bool:
 
 
 def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
-    """The Trainer's own list of callbacks, not a copy."""
+    """Return the Trainer's own list of callbacks, not a copy."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def profiler_of(trainer: AnyTrainer) -> "Profiler":
-    """The Trainer's profiler, which the loops notify of their actions."""
+    """Return the Trainer's profiler, which the loops notify of their actions."""
     return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 
 
 def datamodule_of(trainer: AnyTrainer) -> "LightningDataModule | None":
-    """The data module of the current or last run; None if the run has no data module."""
+    """Return the data module of the current or last run; None if the run has no data module."""
     return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
 
 

@@ -60,7 +60,7 @@ class FetcherTap:
             self.on_hand_out(item)
 
     def states_to_save(self) -> LoaderStates | None:
-        """The loader states for a checkpoint saved now; None if the loaders' current states are to be saved.
+        """Return the loader states for a checkpoint saved now; None if the loaders' current states are to be saved.
 
         If a signal or an error interrupted a step, these are the states before its batch, so that a resumed run trains
         the batch again. Lightning does not count that batch as processed, either.
@@ -69,7 +69,7 @@ class FetcherTap:
         return self._before if is_in_hand else self.trained_states
 
     def present_states(self) -> LoaderStates | None:
-        """The current states of the stateful loaders; None if there is no such loader."""
+        """Return the current states of the stateful loaders; None if there is no such loader."""
         if not self.track_states:
             return None
         return [loader.state_dict() for loader in self._fetcher.combined_loader.flattened if is_stateful(loader)]
@@ -101,7 +101,7 @@ class FetcherTap:
 
 @functools.cache
 def _adopted(kind: type[Any]) -> type[Any]:
-    """A subclass of a fetcher's class, to assign to a live fetcher's ``__class__``.
+    """Return a subclass of a fetcher's class, to assign to a live fetcher's ``__class__``.
 
     That class is its only base: with a mixin the object's layout would differ, and Python would refuse the assignment.
     """
@@ -176,13 +176,14 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
 
 
 def tap_of(fetcher: object) -> FetcherTap | None:
-    """The FetcherTap of a fetcher; None if :func:`adopt_fetcher` was not called for it."""
+    """Return the FetcherTap of a fetcher; None if :func:`adopt_fetcher` was not called for it."""
     tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     return tap
 
 
 def is_stateful(loader: object) -> bool:
-    """True if a loader has ``state_dict`` and ``load_state_dict``, so that Lightning saves its state in checkpoints."""
+    """Return True if a loader has ``state_dict`` and ``load_state_dict``, so that Lightning saves its state in
+    checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -197,7 +198,7 @@ def more_to_draw(fetcher: Any) -> bool:
 
 
 def checkpoint_loader_states(checkpoint: Checkpoint) -> LoaderStates | None:
-    """The training loaders' states in a checkpoint; None if the checkpoint has none.
+    """Return the training loaders' states in a checkpoint; None if the checkpoint has none.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_save_checkpoint``).
     """
@@ -215,7 +216,7 @@ def write_loader_states(checkpoint: Checkpoint, states: LoaderStates) -> None:
 
 
 def epoch_is_trained(checkpoint: Checkpoint) -> bool:
-    """True if a checkpoint was saved after the last batch of an epoch.
+    """Return True if a checkpoint was saved after the last batch of an epoch.
 
     Lightning then also restores the loaders' states, but does not call ``iter()``: a loader that continues from there
     has nothing left, and the new epoch would be empty. Checked against Lightning 2.4.0 and 2.6.6
@@ -229,7 +230,7 @@ def epoch_is_trained(checkpoint: Checkpoint) -> bool:
 
 
 def batches_to_skip(checkpoint: Checkpoint) -> int:
-    """Number of batches already trained in a checkpoint's unfinished epoch; 0 if the epoch is finished."""
+    """Return the number of batches already trained in a checkpoint's unfinished epoch; 0 if the epoch is finished."""
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]["current"]
     batches = fit_loop["epoch_loop.batch_progress"]["current"]

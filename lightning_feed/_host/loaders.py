@@ -8,18 +8,19 @@ from lightning_feed._host.types import AnyTrainer, RunStage
 
 
 def loop_loaders(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
-    """The loaders of a stage, flattened. Checked against Lightning 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
+    """Return the loaders of a stage, flattened. Checked against Lightning 2.4.0 and 2.6.6 (``setup_data`` of each
+    loop)."""
     combined = loop_of(trainer, stage)._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def train_loaders(trainer: AnyTrainer) -> list[Any]:
-    """The training loaders, flattened."""
+    """Return the training loaders, flattened."""
     return loop_loaders(trainer, "fit")
 
 
 def loader_names(trainer: AnyTrainer, stage: RunStage) -> list[str]:
-    """The names of a stage's loaders: their keys if they are in a dict, else Lightning's names in metrics.
+    """Return the names of a stage's loaders: their keys if they are in a dict, else Lightning's names in metrics.
 
     Lightning's names are ``dataloader_idx_0``, ``dataloader_idx_1`` and so on.
     Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
@@ -32,7 +33,7 @@ def loader_names(trainer: AnyTrainer, stage: RunStage) -> list[str]:
 
 
 def loop_iterators(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
-    """The iterators that a stage's batches come from at this moment; empty outside the stage.
+    """Return the iterators that a stage's batches come from at this moment; empty outside the stage.
 
     There is one iterator for each loader. But if CombinedLoader is in ``sequential`` mode, which takes the loaders one
     after the other within an epoch, there is only the current loader's. In ``max_size_cycle`` mode, a loader that ends
@@ -46,7 +47,7 @@ def loop_iterators(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
 
 
 def ranks_that_share_samples(trainer: AnyTrainer) -> int:
-    """Number of ranks among which Lightning divides the samples of a map-style dataset.
+    """Return the number of ranks among which Lightning divides the samples of a map-style dataset.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
     """
@@ -55,7 +56,8 @@ def ranks_that_share_samples(trainer: AnyTrainer) -> int:
 
 
 def train_loader_source(trainer: AnyTrainer) -> Any:
-    """The module or data module whose ``train_dataloader`` makes the loaders; None if they were passed to ``fit``.
+    """Return the module or data module whose ``train_dataloader`` makes the loaders; None if they were passed to
+    ``fit``.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
     """

@@ -8,7 +8,8 @@ from lightning_feed._host.types import AnyTrainer, RunStage
 
 
 def stage_now(trainer: AnyTrainer) -> RunStage:
-    """The stage of the running loop: ``"fit"``, ``"validate"`` (also within a fit), ``"test"`` or ``"predict"``."""
+    """Return the stage of the running loop: ``"fit"``, ``"validate"`` (also within a fit), ``"test"`` or
+    ``"predict"``."""
     if trainer.training:
         return "fit"
     if trainer.sanity_checking or trainer.validating:
@@ -19,7 +20,7 @@ def stage_now(trainer: AnyTrainer) -> RunStage:
 
 
 def loop_of(trainer: AnyTrainer, stage: RunStage) -> Any:
-    """The loop of a stage, named as by :func:`stage_now`.
+    """Return the loop of a stage, named as by :func:`stage_now`.
 
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``).
     """
@@ -29,7 +30,7 @@ def loop_of(trainer: AnyTrainer, stage: RunStage) -> Any:
 
 
 def live_fetcher(trainer: AnyTrainer) -> Any:
-    """The running loop's data fetcher; None if no loop runs, or before the fetcher exists.
+    """Return the running loop's data fetcher; None if no loop runs, or before the fetcher exists.
 
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6.
     """
@@ -41,7 +42,7 @@ def live_fetcher(trainer: AnyTrainer) -> Any:
 
 
 def train_fetcher(trainer: AnyTrainer) -> Any:
-    """The training loop's data fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
+    """Return the training loop's data fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -57,7 +58,7 @@ def is_running(trainer: AnyTrainer) -> bool:
 
 
 def epochs_processed(trainer: AnyTrainer) -> int:
-    """Number of training epochs processed so far, which is also the index of the current epoch.
+    """Return the number of training epochs processed so far, which is also the index of the current epoch.
 
     Lightning passes this number to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` lags behind it
     until the fit loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
@@ -67,7 +68,8 @@ def epochs_processed(trainer: AnyTrainer) -> int:
 
 
 def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
-    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if loaders are reloaded."""
+    """Return the index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if loaders are
+    reloaded."""
     if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
         return None
     last = trainer.max_epochs
@@ -77,7 +79,8 @@ def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
 
 
 def batches_of(trainer: AnyTrainer, stage: RunStage) -> int | None:
-    """Number of batches in an epoch of a stage, in evaluation summed over all loaders; None if there is no length.
+    """Return the number of batches in an epoch of a stage, in evaluation summed over all loaders; None if there is no
+    length.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
     """
@@ -88,7 +91,7 @@ def batches_of(trainer: AnyTrainer, stage: RunStage) -> int | None:
 
 
 def train_progress(trainer: AnyTrainer) -> Any:
-    """The training loop's counters of batches (``batch_progress``).
+    """Return the training loop's counters of batches (``batch_progress``).
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``).
     """
@@ -96,12 +99,14 @@ def train_progress(trainer: AnyTrainer) -> Any:
 
 
 def read_already(trainer: AnyTrainer) -> bool:
-    """True if Lightning has drawn a batch that no step has received yet, as it does for loaders without a length."""
+    """Return True if Lightning has drawn a batch that no step has received yet, as it does for loaders without a
+    length."""
     return bool(train_fetcher(trainer).batches)
 
 
 def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
-    """The number of batches that the training loop will certainly take directly after this one, up to ``at_most``.
+    """Return the number of batches that the training loop will certainly take directly after this one, up to
+    ``at_most``.
 
     Returns 0 if the run ends here, or if validation comes first, because validation must draw from the global random
     generators before the next training batch is loaded.
@@ -133,7 +138,7 @@ def _batches_to_validation(trainer: AnyTrainer, otherwise: int) -> int:
 
 
 def steps_left(trainer: AnyTrainer) -> tuple[float, float]:
-    """Number of training batches and of epochs that are still to begin; infinite where the fit has no end.
+    """Return the number of training batches and of epochs that are still to begin; infinite where the fit has no end.
 
     Neither early stopping nor a time limit is taken into account.
     """
@@ -153,7 +158,8 @@ def steps_left(trainer: AnyTrainer) -> tuple[float, float]:
 
 
 def seconds_left(trainer: AnyTrainer) -> float:
-    """Seconds until a Timer callback, such as that of ``Trainer(max_time=...)``, ends the fit; else infinite."""
+    """Return the seconds until a Timer callback, such as that of ``Trainer(max_time=...)``, ends the fit; else
+    infinite."""
     timers: list[Any] = [callback for callback in callbacks_of(trainer) if type(callback).__name__ == "Timer"]
     left_s = [timer.time_remaining() for timer in timers]
     return min((seconds for seconds in left_s if seconds is not None), default=math.inf)
@@ -187,7 +193,7 @@ def go_on_past_the_end(trainer: AnyTrainer) -> None:
 
 
 def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
-    """The number under which to log the current step, once in ``every`` steps; else None.
+    """Return the number under which to log the current step, once in ``every`` steps; else None.
 
     Also None in the middle of a gradient accumulation.
 
@@ -202,5 +208,5 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6."""
+    """Return the number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

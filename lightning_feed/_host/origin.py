@@ -10,7 +10,8 @@ PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_ligh
 
 
 def package_of(first: object, *others: object) -> ModuleType:
-    """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """Return the package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or
+    ``pytorch_lightning``.
 
     Raises:
         SettingsError: an object is a class or comes from neither package, or ``others`` come from another package than
@@ -35,7 +36,8 @@ def package_of(first: object, *others: object) -> ModuleType:
 
 
 def package_of_class(kind: type) -> str | None:
-    """The package (a key of ``PACKAGES``) that defines a class or one of its bases; None if neither package does."""
+    """Return the package (a key of ``PACKAGES``) that defines a class or one of its bases; None if neither package
+    does."""
     packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
     return next((package for package in packages if package in PACKAGES), None)
 

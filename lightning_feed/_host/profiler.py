@@ -69,7 +69,7 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
 
 
 def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
-    """True if an action of Lightning's profiler is a hook that does nothing, because nobody overrides it.
+    """Return True if an action of Lightning's profiler is a hook that does nothing, because nobody overrides it.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
     """

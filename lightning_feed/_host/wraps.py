@@ -91,7 +91,7 @@ def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Ca
 
 
 def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of one call of a method, by the names of its parameters.
+    """Return the arguments of one call of a method, by the names of its parameters.
 
     Raises:
         TypeError: the method does not accept these arguments.

@@ -150,7 +150,8 @@ class AutotuneCallback(Callback):
             run.close()
 
     def _measuring_run(self, trainer: AnyTrainer) -> StarvationRun | None:
-        """The run that measures the steps, of this callback or of a GPUStarvationCallback; None if there is none."""
+        """Return the run that measures the steps, of this callback or of a GPUStarvationCallback; None if there is
+        none."""
         if self._run is not None:
             return self._run
         for callback in _host.callbacks_of(trainer):
@@ -226,7 +227,7 @@ class AutotuneCallback(Callback):
         return original(loader)
 
     def _prepare(self, trainer: AnyTrainer, loader: AnyLoader) -> DataLoader[Batch] | None:
-        """A copy of a training loader with the setting in use; None if the loader is left alone."""
+        """Return a copy of a training loader with the setting in use; None if the loader is left alone."""
         if self._tuning is None:
             self._tuning = self._begin_tuning(trainer, loader)
         if self._tuning is None:

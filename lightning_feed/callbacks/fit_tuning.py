@@ -138,7 +138,7 @@ class FitTuning:
         self.loader.undecided = False
 
     def _earlier(self, rehearsal: Rehearsal) -> Tuned | None:
-        """The result of an earlier run for this node; None unless all nodes have one."""
+        """Return the result of an earlier run for this node; None unless all nodes have one."""
         trainer = self._trainer
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
@@ -185,7 +185,7 @@ class FitTuning:
         return run.finished >= max(run.main.warm_up + steps, self._not_before)
 
     def _step_time(self, run: StarvationRun) -> StepTime:
-        """The time of a step since the measuring began."""
+        """Return the time of a step since the measuring began."""
         input_pct = run.main.measurements(prefetch_active=None).stats.input_pct
         ranks = gather(self._trainer, (mean_step_ms(run), step_noise_ms(run), input_pct))
         return StepTime(
@@ -223,7 +223,7 @@ class FitTuning:
         self._log.does_nothing(why)
 
     def _time_left(self, run: StarvationRun) -> TimeLeft:
-        """The rest of the fit, for the rank that has least time."""
+        """Return the rest of the fit, for the rank that has least time."""
         stats = run.main.measurements(prefetch_active=None).stats
         of_ranks: list[TimeLeft] = gather(self._trainer, time_left(self._trainer, stats, run.wall))
         return min(of_ranks, key=lambda of_rank: of_rank.seconds)
@@ -299,7 +299,8 @@ class FitTuning:
         self._train_with_next(Comparison(tuned, settings, before.mean_ms, before.noise_ms))
 
     def _beyond_trials(self, tuned: Tuned, before: StepTime) -> Tuned:
-        """The result, or batches in place if the trials chose the user's setting, but may have missed what they gain.
+        """Return the result, or batches in place if the trials chose the user's setting, but may have missed what they
+        gain.
 
         Trials do not pin batches, and do not copy them to the device, so only training itself can show this gain.
         """
@@ -374,7 +375,7 @@ class FitTuning:
 
 
 def _to_compare(tuned: Tuned) -> list[Setting]:
-    """The settings that training itself has to compare with the user's, the choice of the trials first."""
+    """Return the settings that training itself has to compare with the user's, the choice of the trials first."""
     settings: Sequence[Setting] = [tuned.setting]
     if tuned.without_workers is not None and tuned.own.in_order:  # else the epoch cannot change its loader
         settings = [tuned.setting, tuned.without_workers]
@@ -382,7 +383,7 @@ def _to_compare(tuned: Tuned) -> list[Setting]:
 
 
 def _proven(comparison: Comparison) -> Tuned | None:
-    """The result of a comparison whose settings were all measured; None if too few steps could be."""
+    """Return the result of a comparison whose settings were all measured; None if too few steps could be."""
     tuned = comparison.tuned
     fastest = comparison.fastest()
     compared = comparison.setting if fastest == tuned.own else fastest
@@ -400,12 +401,12 @@ def _proven(comparison: Comparison) -> Tuned | None:
 
 
 def mean_step_ms(run: StarvationRun) -> float | None:
-    """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
+    """Return the mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
 
 
 def step_noise_ms(run: StarvationRun) -> float:
-    """Half the width of the 95 % interval of that mean, in milliseconds; 0.0 if it is not known."""
+    """Return the half the width of the 95 % interval of that mean, in milliseconds; 0.0 if it is not known."""
     stats = run.main.measurements(prefetch_active=None).stats
     if stats.step_low_ms is None or stats.step_high_ms is None:
         return 0.0

@@ -180,7 +180,7 @@ class PrefetchCallback(ExactResume):
         self._run_of(trainer).begin_loop(stage, tap, self._stream)
 
     def _run_of(self, trainer: Trainer) -> "_Run":
-        """The run that is under way. It begins with the first call."""
+        """Return the run that is under way. It begins with the first call."""
         if self._run is None:
             lean = LeanTransfer(
                 drop_keys=frozenset(self.drop_keys),
@@ -311,7 +311,8 @@ class _Run:
             self._wraps.append(_host.Wrap(module, batch_end, self._look_ahead_after))
 
     def _may_look_before_backward(self, later: list[Callback]) -> bool:
-        """True if a gradient scaler makes the host wait in the step, and no code of the user runs until its end."""
+        """Return True if a gradient scaler makes the host wait in the step, and no code of the user runs until its
+        end."""
         module = self._trainer.lightning_module
         others = [callback for callback in _host.callbacks_of(self._trainer) if callback is not self._callback]
         return (
@@ -426,10 +427,10 @@ class _Run:
 
 
 def _has_room(fetcher: object, tap: FetcherTap, depth: int) -> bool:
-    """True if fewer than ``depth`` batches are ready, and the fetcher has another one."""
+    """Return True if fewer than ``depth`` batches are ready, and the fetcher has another one."""
     return len(tap.ahead) < depth and more_to_draw(fetcher)
 
 
 def _has_own_code(owners: Iterable[object], hooks: Iterable[str]) -> bool:
-    """True if the user's code overrides any of the hooks, in the module or in a callback."""
+    """Return True if the user's code overrides any of the hooks, in the module or in a callback."""
     return any(_host.is_overridden(owner, hook) for owner in owners for hook in hooks)

@@ -109,14 +109,14 @@ class GPUStarvationCallback(Callback):
         return {**self.__dict__, "_measured_run": None, "_measured": measured, "_last": self.summary()}
 
     def summary(self) -> StarvationStats | None:
-        """The figures logged last, in the current or last fit; None before its first log."""
+        """Return the figures logged last, in the current or last fit; None before its first log."""
         measured = self._measured_run
         if measured is not None and measured.run.stage == "fit":
             return measured.figures.last
         return self._last
 
     def report(self, stage: RunStage = "fit") -> Diagnosis:
-        """The verdict on what limits training, from all steps measured in the current or last fit.
+        """Return the verdict on what limits training, from all steps measured in the current or last fit.
 
         Args:
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last ``trainer.validate``, ``trainer.test`` or

@@ -66,7 +66,7 @@ def facts_of(
 
 
 def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> LoaderCode:
-    """The user's code that sets up the training loaders of a running fit."""
+    """Return the user's code that sets up the training loaders of a running fit."""
     source = _host.train_loader_source(trainer)
     return code_of(source, _host.datamodule_of(trainer), loaders, config=_host.cli_config(trainer))
 
@@ -107,7 +107,7 @@ _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 
 def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> TimeLeft:
-    """The rest of a fit, by what was measured in it so far."""
+    """Return the rest of a fit, by what was measured in it so far."""
     steps, epochs = _host.steps_left(trainer)
     return TimeLeft(
         steps=steps,
@@ -120,7 +120,7 @@ def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> T
 
 
 def was_tuned(trainer: AnyTrainer) -> bool:
-    """True if the number of workers of this fit was decided by trials, in this run or in an earlier one."""
+    """Return True if the number of workers of this fit was decided by trials, in this run or in an earlier one."""
     autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
     if autotune:
         return bool(autotune[0].decided)
@@ -130,7 +130,7 @@ def was_tuned(trainer: AnyTrainer) -> bool:
 
 
 def measures(trainer: AnyTrainer) -> bool:
-    """True if the program itself has a GPUStarvationCallback."""
+    """Return True if the program itself has a GPUStarvationCallback."""
     observers: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_STARVATION)]
     return any(observer.was_asked_for for observer in observers)
 
@@ -159,7 +159,7 @@ def _trainer_facts(trainer: AnyTrainer, stage: RunStage) -> TrainerFacts:
 
 
 def _package_of(trainer: AnyTrainer) -> str | None:
-    """The package of Lightning whose Trainer this is, also by inheritance; None if it is another Trainer."""
+    """Return the package of Lightning whose Trainer this is, also by inheritance; None if it is another Trainer."""
     packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     return next((name for name in packages if name in _host.PACKAGES), None)
 
@@ -179,12 +179,13 @@ def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
 
 
 def inner_loaders(trainer: AnyTrainer, stage: RunStage) -> list[Any]:
-    """The loaders of a stage, each without the wrappers around it."""
+    """Return the loaders of a stage, each without the wrappers around it."""
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
 
 def prefetch_active(trainer: AnyTrainer) -> bool | None:
-    """True if a PrefetchCallback of this Trainer is active. None without one, and on a CPU, where nothing is copied."""
+    """Return True if a PrefetchCallback of this Trainer is active. None without one, and on a CPU, where nothing is
+    copied."""
     prefetchers = [callback for callback in _host.callbacks_of(trainer) if isinstance(callback, PrefetchCallback)]
     if any(prefetcher.active for prefetcher in prefetchers):
         return True

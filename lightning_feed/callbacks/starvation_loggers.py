@@ -105,13 +105,14 @@ class Pace:
 
 
 def _is_of_lightning(logger: Logger) -> bool:
-    """True for Lightning's own loggers and their subclasses. Other packages' loggers share only the base class."""
+    """Return True for Lightning's own loggers and their subclasses. Other packages' loggers share only the base
+    class."""
     kinds = [kind for kind in type(logger).__mro__ if kind.__module__.partition(".")[0] in _host.PACKAGES]
     return any(kind.__name__ != "Logger" for kind in kinds)
 
 
 def _experiment_of(logger: Logger) -> Any:
-    """The logger's ``experiment`` (the W&B run, the SummaryWriter, ...); None if it has none."""
+    """Return the logger's ``experiment`` (the W&B run, the SummaryWriter, ...); None if it has none."""
     return getattr(logger, "experiment", None)
 
 
@@ -148,7 +149,7 @@ def _give_to_wandb(experiment: Any, report: Report, step: int) -> None:
 
 
 def tuned_hparams(datamodule: object) -> dict[str, Any]:
-    """The training loader's settings as hyperparameters, to compare runs by them.
+    """Return the training loader's settings as hyperparameters, to compare runs by them.
 
     Args:
         datamodule: a FastDataModule or a wrapped data module whose training loader was made.

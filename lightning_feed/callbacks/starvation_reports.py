@@ -49,7 +49,7 @@ class RunReports:
         self.reported_steps = 0
 
     def is_due(self, steps: int) -> bool:
-        """True if a report is due after this many steps."""
+        """Return True if a report is due after this many steps."""
         return self._schedule.due(steps)
 
     def make(self, figures: RunFigures, *, ended: bool = False, to_loggers: bool = True) -> None:
@@ -90,7 +90,7 @@ class RunReports:
         show_report(report, _host.bar_printer(self._trainer), files, form=form, before=self._shown)
 
     def _form(self, run: StarvationRun, diagnosis: Diagnosis, *, ended: bool, is_first: bool) -> Form | None:
-        """The form in which to print a report; None if the report goes only to files and loggers."""
+        """Return the form in which to print a report; None if the report goes only to files and loggers."""
         is_endless = self._trainer.num_training_batches == math.inf
         if self._is_worth_a_line(run, ended=ended):
             return "line" if ended or is_endless else None
@@ -102,7 +102,8 @@ class RunReports:
         return "full" if is_new else "short"
 
     def _is_worth_a_line(self, run: StarvationRun, *, ended: bool) -> bool:
-        """True if at most one line is to be printed: for a fit of few steps, and all but this process's first fit."""
+        """Return True if at most one line is to be printed: for a fit of few steps, and all but this process's first
+        fit."""
         if run.stage != "fit":
             return False
         follows_others = bool(_shown_fits - {self._identity.id})
@@ -110,7 +111,8 @@ class RunReports:
 
 
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """The verdict and the next step. If both are the same as in the last report, a report is printed in short form."""
+    """Return the verdict and the next step. If both are the same as in the last report, a report is printed in short
+    form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)
 
 
@@ -120,7 +122,7 @@ IN_ROOT = "feed_reports"
 
 
 def chosen_folder(folder: str | Path | None) -> Path | None:
-    """The folder that the user chose: the argument, else the environment variable; None if there is neither.
+    """Return the folder that the user chose: the argument, else the environment variable; None if there is neither.
 
     Raises:
         SettingsError: the folder is on another machine.
@@ -136,7 +138,7 @@ def chosen_folder(folder: str | Path | None) -> Path | None:
 
 
 def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
-    """Folder for this run's reports; None in a ``fast_dev_run``, and if no folder is on this machine.
+    """Return the folder for this run's reports; None in a ``fast_dev_run``, and if no folder is on this machine.
 
     This is the chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints if
     there are loggers, else ``feed_reports`` in ``default_root_dir``. If a logger's ``log_dir`` is empty, which does not
@@ -159,7 +161,7 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
 
 
 def folder_in_root(trainer: AnyTrainer) -> Path | None:
-    """The folder for reports of runs without a folder of their own; None if the root is on another machine."""
+    """Return the folder for reports of runs without a folder of their own; None if the root is on another machine."""
     root = _local_path(trainer.default_root_dir)
     return None if root is None else root / IN_ROOT
 
@@ -177,7 +179,8 @@ def _folder_of(logger: Any) -> Path | None:
 
 
 def _local_path(folder: object) -> Path | None:
-    """A folder as a path; None for an empty one, and for a URL (``s3://``), which would become a local folder."""
+    """Return a folder as a path; None for an empty one, and for a URL (``s3://``), which would become a local
+    folder."""
     if not isinstance(folder, (str, PurePath)) or not str(folder) or "://" in str(folder):
         return None
     return Path(folder)

@@ -380,7 +380,8 @@ class RunFigures:
         return to_tags(self.last, gpu, loop.loaders.take(), ranks)
 
     def loop_tags(self) -> dict[str, float]:
-        """Figures of the validation, test or prediction so far, by tag. For a fit, those of its validation."""
+        """Return the figures of the validation, test or prediction so far, by tag. For a fit, those of its
+        validation."""
         if self.run.stage != "fit":
             return _tags_of(self.run.main, self.run.stage)
         if self.run.loops.validation is None:
@@ -410,7 +411,7 @@ class RunFigures:
         )
 
     def _device_busy_pct(self, facts: LoopFacts) -> float | None:
-        """The device's utilization in the measured steps; None if these are only some of the epochs."""
+        """Return the device's utilization in the measured steps; None if these are only some of the epochs."""
         if self.run.nvml is None or facts.waited_ms is not None:
             return None
         return self.run.nvml.steady_util_pct()
@@ -428,7 +429,7 @@ class RunFigures:
         )
 
     def _trainer_facts(self, facts: TrainerFacts, stats: StarvationStats) -> TrainerFacts:
-        """The facts about the Trainer, with those that change while it runs."""
+        """Return the facts about the Trainer, with those that change while it runs."""
         if self.run.stage != "fit":
             return facts
         left_s = time_left(self.run.trainer, stats, self.run.wall).seconds
@@ -442,7 +443,7 @@ class RunFigures:
         return tuple(hook for hook in self.run.hooks.result() if not _host.is_empty_hook(self.run.trainer, hook.name))
 
     def _syncs(self, facts: LoopFacts) -> tuple[str, ...]:
-        """Names of all synchronisations found so far.
+        """Return the names of all synchronisations found so far.
 
         A synchronisation by a metric is found only after the metric was first logged to the progress bar.
         """

@@ -92,7 +92,7 @@ class TuningLog:
 
 
 def too_short(time_left: TimeLeft) -> str:
-    """The reason for no trials in a short fit, and the command that has them outside of it."""
+    """Return the reason for no trials in a short fit, and the command that has them outside of it."""
     return (
         f"the fit ends in about {time_left.seconds:.0f} s, and trials would take longer than they could save. "
         "`lightning-feed tune your_script.py` tries settings outside of it"
@@ -100,7 +100,8 @@ def too_short(time_left: TimeLeft) -> str:
 
 
 def _tried(tuned: Tuned) -> str:
-    """The figures of trials with the user's setting and the chosen one; empty if the reason has those of training."""
+    """Return the figures of trials with the user's setting and the chosen one; empty if the reason has those of
+    training."""
     if tuned.trained_ms is not None:
         return ""
     trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
@@ -109,7 +110,8 @@ def _tried(tuned: Tuned) -> str:
 
 
 def _cost_of(tuned: Tuned) -> str:
-    """The seconds of the trials, and the steps that return them; empty after an earlier run, or without a gain."""
+    """Return the seconds of the trials, and the steps that return them; empty after an earlier run, or without a
+    gain."""
     own = tuned.trial_of(tuned.own)
     if tuned.remembered or own is None or tuned.step_s is None or tuned.step_s >= own.step_s:
         return ""
@@ -118,7 +120,7 @@ def _cost_of(tuned: Tuned) -> str:
 
 
 def _described(before: Setting, after: Setting) -> str:
-    """The changes from one setting to another."""
+    """Return the changes from one setting to another."""
     names = ("num_workers", "workers", "prefetch_factor", "persistent_workers", "pin_memory")
     changed = [(name, getattr(before, name), getattr(after, name)) for name in names]
     changes = [f"{name} {old} -> {new}" for name, old, new in changed if old != new]

@@ -116,7 +116,7 @@ class Loaders(ChosenSettings):
         return loader
 
     def _rehearsed(self, name: str, loader: FeedLoader) -> "Rehearsal":
-        """The rehearsal of a loader, made once for each dataset."""
+        """Return the rehearsal of a loader, made once for each dataset."""
         from lightning_feed.load.rehearsal import rehearse  # only if workers are chosen
 
         held = self.rehearsals.get(name)

@@ -190,7 +190,7 @@ class FeedImageFolder(FeedDataModule):
         return self._images_run.decoder
 
     def failures(self) -> int:
-        """Number of unreadable samples so far, over all splits, on this rank."""
+        """Return the number of unreadable samples so far, over all splits, on this rank."""
         datasets = [_images_in(datasets.structure) for datasets in self._feed.datasets.values()]
         return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 

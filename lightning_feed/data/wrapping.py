@@ -132,7 +132,7 @@ class WrappedLoaders(ChosenSettings):
         return _rebuilt(loader, recommendation.setting, self.settings)
 
     def _recommended(self, loader: DataLoader[object], name: str, job: RunFacts) -> Recommendation:
-        """The loader's own setting, with the values that the user has passed."""
+        """Return the loader's own setting, with the values that the user has passed."""
         settings = self.settings
         setting = Setting.of(loader)
         reasons = dict.fromkeys(_CHANGED, "as the loader has it")
@@ -183,7 +183,7 @@ class WrappedLoaders(ChosenSettings):
 
 
 def _unused_warnings(settings: LoaderSettings) -> tuple[str, ...]:
-    """A warning if the user has passed values that a loader without workers cannot use."""
+    """Return a warning if the user has passed values that a loader without workers cannot use."""
     unused = ", ".join(f"{name}={value!r}" for name, value in settings.asking_for_workers().items())
     if not unused:
         return ()
@@ -191,7 +191,8 @@ def _unused_warnings(settings: LoaderSettings) -> tuple[str, ...]:
 
 
 def _with_given(setting: Setting, settings: LoaderSettings, *, pins: bool) -> tuple[Setting, dict[str, str]]:
-    """The setting of a loader with workers, with the values that the user has passed, and the reasons for these."""
+    """Return the setting of a loader with workers, with the values that the user has passed, and the reasons for
+    these."""
     reasons = {}
     for name in ("prefetch_factor", "persistent_workers", "pin_memory"):
         value = getattr(settings, name)

@@ -37,7 +37,7 @@ _Make = Callable[[DataLoader[Batch]], Any]
 
 
 def copy_of(batch: object) -> Batch:
-    """A copy of a batch with its tensors. Pinned tensors stay pinned, so copies to the device are as fast."""
+    """Return a copy of a batch with its tensors. Pinned tensors stay pinned, so copies to the device are as fast."""
     return tree_map(_copy_of_leaf, batch)
 
 
@@ -51,12 +51,12 @@ def _copy_of_leaf(leaf: object) -> Any:
 
 
 def _with_new_containers(batch: object) -> Batch:
-    """A batch with the same tensors in new containers, and shallow copies of all other objects."""
+    """Return a batch with the same tensors in new containers, and shallow copies of all other objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
 
 def idle_clone(loader: DataLoader[Batch]) -> DataLoader[Batch]:
-    """A copy of a loader without its running workers."""
+    """Return a copy of a loader without its running workers."""
     idle = copy.copy(loader)
     idle._iterator = None
     return idle
@@ -192,7 +192,8 @@ class Pace:
         self._stamps.append(time.perf_counter())
 
     def per_s(self, accumulate: int, batches: int = 1) -> float | None:
-        """Batches per second over whole optimizer steps of ``accumulate`` batches, without the first quarter.
+        """Return the batches per second over whole optimizer steps of ``accumulate`` batches, without the first
+        quarter.
 
         The result is the median rate of several windows. A window is long enough to include work that is done only
         every few steps, and short enough that a program that takes the CPUs for a while affects only a few windows. If

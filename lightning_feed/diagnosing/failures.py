@@ -61,7 +61,7 @@ def user_errors(doing: str) -> Iterator[None]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Class and message of an error, and the line of the user's code that raised it."""
+    """Return the class and message of an error, and the line of the user's code that raised it."""
     kind, text = original_error(error)
     line = kind
     first_line = next(filter(None, map(str.strip, text.splitlines())), "")

@@ -77,7 +77,8 @@ class StackTally:
             lines[frame.f_lineno] += elapsed
 
     def result(self, batches: int) -> tuple[dict[Stage, float], list[FunctionCost]]:
-        """Milliseconds per batch by stage, and the functions that take at least 5 % of the time of a batch."""
+        """Return the milliseconds per batch by stage, and the functions that take at least 5 % of the time of a
+        batch."""
         stage_ms = {stage: 1e3 * total / batches for stage, total in self._total.items()}
         costs = [
             FunctionCost(
@@ -109,7 +110,8 @@ def measure_functions(session: Session) -> None:
 
 
 def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], list[FunctionCost]]:
-    """Time batches made in this process, with as many threads as a worker would have. The first batch does not count.
+    """Time batches made in this process, with as many threads as a worker would have. The first batch does
+    not count.
 
     Args:
         part: a loader with a map-style or an iterable dataset.
@@ -155,7 +157,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
 
 
 def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> DataLoader[Batch]:
-    """A plain DataLoader of the same samples without workers."""
+    """Return a plain DataLoader of the same samples without workers."""
     loader = part.loader
     order: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if part.stream:
@@ -200,7 +202,8 @@ def _name_of(frame: FrameType) -> str:
 
 
 def _name_of_call(frame: FrameType) -> str:
-    """The name of a call: of the class if an object is called, else of the method (``Image.convert``) or function."""
+    """Return the name of a call: of the class if an object is called, else of the method (``Image.convert``) or
+    function."""
     name = frame.f_code.co_name
     if "self" not in frame.f_locals:
         return name

@@ -158,7 +158,7 @@ def measure_crops(session: Session) -> None:
 
 
 def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
-    """The image folder of a loader that ImageFolderDataModule can replace; None for any other loader.
+    """Return the image folder of a loader that ImageFolderDataModule can replace; None for any other loader.
 
     Such a loader has a transform that begins with a RandomResizedCrop, RGB images, no ``target_transform``, a
     RandomSampler without replacement, and torch's ``default_collate``.
@@ -176,7 +176,7 @@ def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
 
 
 def _loads_rgb(folder: AnyDataset) -> bool:
-    """True if a folder loads its first image as an RGB image of Pillow."""
+    """Return True if a folder loads its first image as an RGB image of Pillow."""
     path = folder.samples[0][0]
     image = folder.loader(path)
     if not isinstance(image, Image.Image):
@@ -186,7 +186,7 @@ def _loads_rgb(folder: AnyDataset) -> bool:
 
 
 def _cropping(dataset: AnyDataset, folder: ImageFolder) -> AnyDataset:
-    """A dataset of the same samples that decodes only the crops."""
+    """Return a dataset of the same samples that decodes only the crops."""
     if isinstance(dataset, Subset):
         return Subset(_cropping(dataset.dataset, folder), dataset.indices)
     files = _Files(folder)

@@ -129,7 +129,7 @@ def measure_lighter_samples(session: Session) -> None:
 
 
 def _images_of(session: Session) -> ImageDataset | None:
-    """The images of an ImageFolderDataModule that its workers decode; None for any other loaders."""
+    """Return the images of an ImageFolderDataModule that its workers decode; None for any other loaders."""
     ours = is_instance(session.datamodule, "lightning_feed.data.images", "FeedImageFolder")
     if not ours or session.loaders is not None or len(session.parts) != 1:
         return None
@@ -164,7 +164,8 @@ class _Trial:
         self._encoded: list[EncodedSample] = []
 
     def _twin(self, source: SampleSource | None = None, **changed: Any) -> ImageDataset:
-        """The images with another source, decoder or recipe. An image that cannot be read always raises an error."""
+        """Return the images with another source, decoder or recipe. An image that cannot be read always raises an
+        error."""
         parts = {"decoder": self._images.decoder, "recipe": self._images.recipe, **changed}
         return ImageDataset(source or self._images.source, **parts)
 
@@ -243,15 +244,15 @@ class _Trial:
         return _Change(setting="root", value=path, code=code, dataset=self._twin(stored), stored=stored)
 
     def _root(self) -> Path:
-        """The folder of images, with a name to which the name of a pack can be added."""
+        """Return the folder of images, with a name to which the name of a pack can be added."""
         root = Path(self.session.datamodule._feed.data_dir)
         if root.name in ("", ".."):
             return root.resolve()
         return root
 
     def _short_side(self) -> int | None:
-        """The shorter side of images in a pack that are large enough for the crops; None if the size of the crops is
-        unknown."""
+        """Return the shorter side of images in a pack that are large enough for the crops; None if the size of the
+        crops is unknown."""
         recipe = self._images.recipe
         if isinstance(recipe, TrainRecipe):
             return round(recipe.size * _LARGER)
@@ -304,7 +305,7 @@ class _Trial:
     # --- the results ----------------------------------------------------------------------------------------------
 
     def results(self) -> Iterator[LighterSample]:
-        """The results; of several decoders, only that of the fastest."""
+        """Yield the results; of several decoders, only that of the fastest."""
         decoders: list[LighterSample] = []
         for change in self.changes:
             try:
@@ -322,7 +323,7 @@ class _Trial:
             yield min(decoders, key=lambda result: result.then_ms)
 
     def _result(self, change: _Change) -> LighterSample:
-        """The result of a change.
+        """Return the result of a change.
 
         Raises:
             NotMeasurable: the pack would make no image smaller, or there is no room for it.
@@ -343,7 +344,7 @@ class _Trial:
         return self._timer.steps[step].cpu_ns / self.count / 1e6
 
     def _packed(self, stored: _Stored, path: str) -> PackedImages:
-        """The pack with such samples at a path, with sizes estimated from them.
+        """Return the pack with such samples at a path, with sizes estimated from them.
 
         Raises:
             NotMeasurable: the pack would make no image smaller, or there is no room for it.
@@ -375,13 +376,13 @@ class _Trial:
 
 
 def _unchosen(source: SampleSource) -> SampleSource:
-    """The source from which a share was chosen for training; any other source itself."""
+    """Return the source from which a share was chosen for training; any other source itself."""
     if isinstance(source, Chosen):
         return source.source
     return source
 
 
 def _suffix(changes: ImageChanges) -> str:
-    """The end of the name of a pack with these changes: ``.pixels``, ``-256.pack``."""
+    """Return the end of the name of a pack with these changes: ``.pixels``, ``-256.pack``."""
     size = "" if changes.short_side is None else f"-{changes.short_side}"
     return f"{size}.{'pixels' if changes.decoded else 'pack'}"

@@ -62,11 +62,11 @@ class LoaderPart:
         return len(first[0]) if first else 1
 
     def changes(self) -> Changes:
-        """The changes for measuring the loader for any length of time: its sampler begins again at its end."""
+        """Return the changes for measuring the loader for any length of time: its sampler begins again at its end."""
         return Changes(endless=not self.stream)
 
     def first_batches(self, count: int) -> list[Batch]:
-        """The sampler's first batches of indices: lists, or single indices if the loader does not batch.
+        """Return the sampler's first batches of indices: lists, or single indices if the loader does not batch.
 
         Returns fewer than ``count`` if the pass is shorter.
         """
@@ -75,19 +75,20 @@ class LoaderPart:
             return list(islice(source, count))
 
     def indices(self, batch: Batch) -> list[Index]:
-        """Indices of the samples in one of the sampler's batches."""
+        """Return the indices of the samples in one of the sampler's batches."""
         if self.loader.batch_sampler is None:
             return [batch]
         return list(batch)
 
     def first_samples(self, count: int) -> list[Sample]:
-        """Indices of the first samples of a pass."""
+        """Return the indices of the first samples of a pass."""
         batches = self.first_batches(math.ceil(count / (self.loader.batch_size or 1)))
         return list(chain.from_iterable(map(self.indices, batches)))[:count]
 
 
 def parts_of(loader: object) -> tuple[LoaderPart, ...]:
-    """The DataLoaders in the result of ``train_dataloader``: a DataLoader, a dict or list of them, or a CombinedLoader.
+    """Return the DataLoaders in the result of ``train_dataloader``: a DataLoader, a dict or list of them, or a
+    CombinedLoader.
 
     Raises:
         LoaderError: the result contains no DataLoader, or anything else.
@@ -192,7 +193,7 @@ def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
 
 
 def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
-    """The loader's first sample, made in this process as a worker would.
+    """Return the loader's first sample, made in this process as a worker would.
 
     Raises:
         DatasetError: the sample cannot be made, or the loader has no sample.
@@ -216,7 +217,8 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
 
 
 def fresh(sample: object) -> Sample:
-    """A shallow copy of a sample that is a dict or list, because collate functions may remove entries from it."""
+    """Return a shallow copy of a sample that is a dict or list, because collate functions may remove entries from
+    it."""
     if isinstance(sample, (Mapping, list)):
         return copy.copy(sample)
     return sample
@@ -226,7 +228,7 @@ def fresh(sample: object) -> Sample:
 
 
 def key_bytes(batch: object, name: str = "") -> dict[str, int]:
-    """The bytes of each leaf of a batch by the leaf's name, in order.
+    """Return the bytes of each leaf of a batch by the leaf's name, in order.
 
     Leaves are found inside mappings, lists, tuples, named tuples and dataclasses. Any other object is one leaf, with
     the tensors inside it. A list of plain values, such as paths, is one leaf, too.
@@ -247,7 +249,7 @@ def key_bytes(batch: object, name: str = "") -> dict[str, int]:
 
 
 def key_leaves(batch: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch in order, with the names that :func:`key_bytes` uses."""
+    """Yield the leaves of a batch in order, with the names that :func:`key_bytes` uses."""
     parts = named_parts(batch)
     if parts is None or _is_list_of_values(batch):
         yield name or WHOLE, batch
@@ -257,14 +259,14 @@ def key_leaves(batch: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_list_of_values(part: Any) -> bool:
-    """True for a list of plain values, such as paths."""
+    """Return True for a list of plain values, such as paths."""
     if not isinstance(part, (list, tuple)) or hasattr(part, "_fields"):
         return False
     return not any(isinstance(item, (Tensor, np.ndarray)) or named_parts(item) is not None for item in part)
 
 
 def size_of_leaf(leaf: Any) -> int:
-    """Size in bytes of a leaf, or of a whole sample or batch."""
+    """Return the size in bytes of a leaf, or of a whole sample or batch."""
     if isinstance(leaf, np.ndarray):
         return int(leaf.nbytes)
     if isinstance(leaf, str):

@@ -202,7 +202,8 @@ def _fit_of(program: Program, trainer: AnyTrainer, arguments: dict[str, Any]) ->
 
 
 def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
-    """Sentences that name the line at which the program was ended, and the training that it would do next."""
+    """Return the sentences that name the line at which the program was ended, and the training that it would do
+    next."""
     line = ""
     for frame in inspect.stack(context=0):
         if is_users(frame.filename):
@@ -250,7 +251,7 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
 
 
 def _copy_of(stream: TextIO) -> TextIO:
-    """A second stream to the same file, which the program cannot close; the stream itself if it has no file."""
+    """Return a second stream to the same file, which the program cannot close; the stream itself if it has no file."""
     try:
         number = os.dup(stream.fileno())
     except (AttributeError, OSError, ValueError):
@@ -271,7 +272,7 @@ def _refuse_ranks(program: Program) -> None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code of a SystemExit. Prints its message, as Python does."""
+    """Return the exit code of a SystemExit. Prints its message, as Python does."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -281,7 +282,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _part_of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback from the program's own first line on."""
+    """Return the part of a traceback from the program's own first line on."""
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

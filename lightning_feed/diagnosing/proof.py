@@ -75,7 +75,7 @@ def prove(session: Session, tuned: Tuned, *, seconds: float) -> Proof | None:
 
 
 def proven(tuned: Tuned, proof: Proof) -> Tuned:
-    """The tuning result after this check: with the user's own setting if no other made steps shorter."""
+    """Return the tuning result after this check: with the user's own setting if no other made steps shorter."""
     figures = f"training itself took {proof.own_ms:.3g} ms a step with {tuned.own}, {proof.chosen_ms:.3g} with"
     reason = f"{figures} {proof.setting}"
     if not proof.holds:
@@ -89,7 +89,7 @@ def proven(tuned: Tuned, proof: Proof) -> Tuned:
 
 
 def threads_left(session: Session, num_workers: int) -> int | None:
-    """The threads for torch that workers leave CPUs for, at least 1.
+    """Return the threads for torch that workers leave CPUs for, at least 1.
 
     Returns None if there are no workers, torch has no more threads than that already, or the model does not compute on
     the CPU.
@@ -130,7 +130,7 @@ def try_fewer_threads(session: Session, setting: Setting | None, *, seconds: flo
 
 
 def own_workers(session: Session) -> int:
-    """The workers of all training loaders of the unchanged run."""
+    """Return the workers of all training loaders of the unchanged run."""
     if session.measured is None:
         return 0
     return sum(session.measured.facts.loader.every_num_workers)

@@ -103,7 +103,7 @@ def _note_trials(session: Session, tuned: Tuned) -> None:
 
 
 def _goal_of(session: Session) -> Goal:
-    """The goal of the trials: steps as short as they can be, or the fastest loader if no step was measured."""
+    """Return the goal of the trials: steps as short as they can be, or the fastest loader if no step was measured."""
     measured = session.measured
     goal = Goal(budget_s=session.share_s)
     if measured is None:
@@ -123,7 +123,7 @@ def _goal_of(session: Session) -> Goal:
 
 
 def _tried(trial: Trial, tuned: Tuned) -> TriedSetting:
-    """The result of a trial, for the report."""
+    """Return the result of a trial, for the report."""
     return TriedSetting(
         num_workers=trial.setting.num_workers,
         prefetch_factor=trial.setting.prefetch_factor,

@@ -177,7 +177,7 @@ def _run(session: Session, plan: "_Scope") -> FeedError | KeyboardInterrupt | No
 
 
 def _has_results(session: Session) -> bool:
-    """True if an experiment, or the unchanged run, has a result."""
+    """Return True if an experiment, or the unchanged run, has a result."""
     measured = session.measured is not None and session.measured.stats.step_ms is not None
     return measured or session.results != ExperimentResults()
 
@@ -343,7 +343,7 @@ class _Experiments:
                     session.leave_out(name, str(error))
 
     def _loader_shares(self) -> tuple[float, float]:
-        """The shares of the time budget before the experiments with the loader, and for them."""
+        """Return the shares of the time budget before the experiments with the loader, and for them."""
         if self.session.model is None:
             return 0.0, 1.0
         spent = RUN_SHARE + REPLAY_SHARE
@@ -507,7 +507,7 @@ def _check_possible(session: Session, name: str, no_loader: str | None, *, late:
 
 
 def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
-    """The callbacks of classes outside Lightning and this package that take part in training."""
+    """Return the callbacks of classes outside Lightning and this package that take part in training."""
     return [
         callback
         for callback in _host.callbacks_of(trainer)
@@ -517,7 +517,7 @@ def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
 
 
 def _left_out_of_the_fit(session: Session) -> str:
-    """The names of the parts of a fit that a diagnosis does not run; empty if there are none."""
+    """Return the names of the parts of a fit that a diagnosis does not run; empty if there are none."""
     trainer = session.trainer
     owners = (session.model, session.datamodule)
     has_data = session.datamodule is None or any(_host.is_overridden(owner, "val_dataloader") for owner in owners)

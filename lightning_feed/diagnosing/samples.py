@@ -39,7 +39,7 @@ MOST_SAMPLES = 200
 
 
 def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
-    """The dataset inside Subsets and ConcatDatasets, and the sample's index in that dataset."""
+    """Return the dataset inside Subsets and ConcatDatasets, and the sample's index in that dataset."""
     while True:
         if isinstance(dataset, Subset):
             index = dataset.indices[index]
@@ -95,13 +95,13 @@ def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
 
 
 def find_sites(dataset: object) -> list[Site]:
-    """The transforms of a dataset and of the datasets inside it: subsets, concatenations, wrappers."""
+    """Return the transforms of a dataset and of the datasets inside it: subsets, concatenations, wrappers."""
     sites = [site for inner in _datasets_in(dataset) for site in _sites_of(inner)]
     return list({(id(site.owner), site.attribute): site for site in sites}.values())
 
 
 def _datasets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
-    """A dataset and all datasets inside it: in its attributes, or in lists or tuples that are attributes."""
+    """Yield a dataset and all datasets inside it: in its attributes, or in lists or tuples that are attributes."""
     yield dataset
     if depth == _DEEPEST:
         return
@@ -112,7 +112,7 @@ def _datasets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
 
 
 def _sites_of(dataset: object) -> list[Site]:
-    """The transforms in the attributes of a dataset, without those of the datasets inside it."""
+    """Return the transforms in the attributes of a dataset, without those of the datasets inside it."""
     if isinstance(dataset, ImageDataset):
         # A dataset of encoded images only draws the recipe's random numbers. The recipe is applied elsewhere.
         if dataset.encoded:
@@ -208,7 +208,7 @@ class _Timed:
 
 
 def timed(transform: Any, timer: StepTimer) -> Any:
-    """A copy of a transform that times its steps. The transform itself is not changed.
+    """Return a copy of a transform that times its steps. The transform itself is not changed.
 
     Steps inside ``nn.Sequential`` and containers like ``Compose``, with a list ``transforms`` (torchvision,
     albumentations, MONAI), are timed one by one. A container's own time counts for its caller.
@@ -226,7 +226,7 @@ def timed(transform: Any, timer: StepTimer) -> Any:
 
 
 def _calls(transform: object, steps: Sequence[Any]) -> bool:
-    """True for a container that calls these steps one after the other.
+    """Return True for a container that calls these steps one after the other.
 
     False if the list holds parts of a single step, as in albumentations' ColorJitter.
     """
@@ -237,7 +237,7 @@ def _calls(transform: object, steps: Sequence[Any]) -> bool:
 
 
 def name_of(step: object) -> str:
-    """The name of a step in reports: the name of its class or function."""
+    """Return the name of a step in reports: the name of its class or function."""
     name = getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("<lambda>", "lambda")
 
@@ -258,7 +258,7 @@ def measure_costs(session: Session) -> None:
 def sample_costs(
     part: LoaderPart, max_s: float, *, timer: StepTimer | None = None, samples: int = MOST_SAMPLES
 ) -> tuple[NamedCost, ...]:
-    """The cost of each step of making a sample in this process, with as many threads as a worker would have.
+    """Return the cost of each step of making a sample in this process, with as many threads as a worker would have.
 
     Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable
     dataset, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (an

@@ -152,7 +152,7 @@ class Session:
             self.datamodule.teardown("fit")
 
     def loader_code(self) -> LoaderCode | None:
-        """The user's code that sets up the training loader, or None if it cannot be found.
+        """Return the user's code that sets up the training loader, or None if it cannot be found.
 
         Looks at the user's own Trainer, since its LightningCLI has the keys of the command line.
         """
@@ -204,11 +204,12 @@ class Session:
         return None
 
     def counted_s(self, share: float = 1.0) -> float:
-        """Seconds to measure, in a share of the experiment's time. The rest of it is for start-up and warm-up."""
+        """Return the seconds to measure, in a share of the experiment's time. The rest of it is for start-up and
+        warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
-        """Batches per second of the loaders with changes. The options are those of :meth:`drain`."""
+        """Return the batches per second of the loaders with changes. The options are those of :meth:`drain`."""
         rate, _ = self.drain(change, **options)
         return rate.batches_per_s
 
@@ -316,7 +317,7 @@ def _refuse(trainer: AnyTrainer) -> None:
 
 
 def _plain_trainer(package: ModuleType) -> AnyTrainer:
-    """A Trainer on one device that writes no files."""
+    """Return a Trainer on one device that writes no files."""
     with quiet():
         trainer: AnyTrainer = package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
         return trainer

@@ -171,7 +171,7 @@ def run_as_it_is(session: Session, fit_length: FitLength) -> None:
 
 
 def _meter(session: Session) -> Any:
-    """A GPUStarvationCallback for the Trainer's package."""
+    """Return a GPUStarvationCallback for the Trainer's package."""
     is_unified = session.lightning.__name__ == "lightning.pytorch"
     feed = import_module("lightning_feed" if is_unified else "lightning_feed.pl")
     meter = feed.GPUStarvationCallback(report=False)
@@ -180,7 +180,7 @@ def _meter(session: Session) -> Any:
 
 
 def time_fit(session: Session, fit_length: FitLength, loaders: AnyLoader) -> float | None:
-    """Milliseconds of a step, in a fit with other loaders; None if the fit had too few steps.
+    """Return the milliseconds of a step, in a fit with other loaders; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
@@ -206,7 +206,7 @@ def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wr
 
 
 def replay(session: Session, batches: Sequence[Batch], fit_length: FitLength, *, on_device: bool) -> float | None:
-    """Batches per second of a fit whose steps get ``batches`` repeatedly; None if the fit had too few steps.
+    """Return the batches per second of a fit whose steps get ``batches`` repeatedly; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
@@ -283,7 +283,7 @@ def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: d
 def short_trainer(
     package: ModuleType, like: AnyTrainer, callbacks: list[object], folder: str, *, prefetch: bool
 ) -> AnyTrainer:
-    """A new Trainer on one device, with the settings of ``like`` that change what a step does.
+    """Return a new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     These settings are accelerator, the first of the devices, precision, gradient accumulation and clipping,
     ``max_epochs`` and ``max_steps`` (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly
@@ -319,7 +319,7 @@ def short_trainer(
 
 
 def _device(like: AnyTrainer) -> dict[str, Any]:
-    """The Trainer arguments for one device: the first device of the Trainer ``like``."""
+    """Return the Trainer arguments for one device: the first device of the Trainer ``like``."""
     device = like.strategy.root_device
     accelerator = device.type if device.type in ("cpu", "cuda", "mps") else like.accelerator
     devices = [device.index] if device.type == "cuda" and device.index is not None else 1
@@ -327,13 +327,14 @@ def _device(like: AnyTrainer) -> dict[str, Any]:
 
 
 def _silent_logger(package: ModuleType) -> Any:
-    """A logger that accepts any call, and drops everything."""
+    """Return a logger that accepts any call, and drops everything."""
     dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger
     return type("SilentLogger", (dummy,), {"log_dir": None})()
 
 
 def _precision(like: AnyTrainer) -> dict[str, Any]:
-    """The Trainer arguments for the precision: its name, or a copy of the user's plugin, whose GradScaler has state."""
+    """Return the Trainer arguments for the precision: its name, or a copy of the user's plugin, whose GradScaler has
+    state."""
     kind = type(like.precision_plugin)
     if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
         return {"precision": like.precision}

@@ -221,7 +221,7 @@ def cropping_step(transform: object) -> Any:
 
 
 def _of_torchvision(thing: object, *names: str) -> bool:
-    """True for a torchvision transform. Checked by name, because the import takes 2 s in a spawned worker."""
+    """Return True for a torchvision transform. Checked by name, because the import takes 2 s in a spawned worker."""
     return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
 
 

@@ -81,7 +81,7 @@ class ImagePipeline:
             self.take()
 
     def __len__(self) -> int:
-        """Number of batches in progress."""
+        """Return the number of batches in progress."""
         return len(self._fed)
 
     @property

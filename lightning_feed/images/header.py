@@ -92,7 +92,7 @@ def jpeg_header(data: Encoded) -> JpegHeader:
 
 
 def ends_like_jpeg(data: Encoded) -> bool:
-    """True if a JPEG ends with the end-of-image marker, ignoring padding, as every whole JPEG does.
+    """Return True if a JPEG ends with the end-of-image marker, ignoring padding, as every whole JPEG does.
 
     Also False for whole JPEGs with data appended: only a full decode could find out that they are whole.
     """

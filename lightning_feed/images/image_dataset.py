@@ -57,7 +57,7 @@ class CpuFallback:
             )
 
     def as_dict(self) -> dict[str, int]:
-        """Number of decodes by reason; an image counts each time it is decoded."""
+        """Return the number of decodes by reason; an image counts each time it is decoded."""
         return dict(self._counts)
 
 
@@ -65,7 +65,7 @@ class CpuPart(Protocol):
     """Chooses images of an encoded dataset that the CPU decodes where they are read."""
 
     def takes(self, data: Encoded, size: tuple[int, int], index: int, name: str) -> bool:
-        """True to decode an image now.
+        """Return True to decode an image now.
 
         Args:
             data: the file.
@@ -231,7 +231,7 @@ class ImageDataset(Dataset[Any]):
 
 
 def holds_pixels(data: object) -> TypeGuard[Pixels]:
-    """True for pixels from a pack of pixels, instead of an encoded image."""
+    """Return True for pixels from a pack of pixels, instead of an encoded image."""
     return isinstance(data, np.ndarray) and data.ndim == 3
 
 

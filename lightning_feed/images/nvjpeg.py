@@ -211,7 +211,7 @@ class _Frame(NamedTuple):
 
 
 def _is_adobes(segment: memoryview) -> bool:
-    """True for a segment that declares the transform of the colours, in its byte 11."""
+    """Return True for a segment that declares the transform of the colours, in its byte 11."""
     return len(segment) >= 12 and bytes(segment[:5]) == b"Adobe"
 
 

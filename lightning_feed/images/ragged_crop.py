@@ -85,7 +85,7 @@ def normalization_of(
 
 @lru_cache
 def has_triton() -> bool:
-    """True if the kernel can be used. Says once if it cannot."""
+    """Return True if the kernel can be used. Says once if it cannot."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         logger.warning(

@@ -47,11 +47,11 @@ class Comparison:
         return True
 
     def step_ms(self, setting: Setting) -> float:
-        """Time of a step that was measured, with its share of the start of workers, in milliseconds."""
+        """Return the time of a step that was measured, with its share of the start of workers, in milliseconds."""
         return self._steps_ms[setting]
 
     def fastest(self) -> Setting:
-        """The setting with the shortest steps; the user's own unless another gains more than the noise.
+        """Return the setting with the shortest steps; the user's own unless another gains more than the noise.
 
         The trials have shown a gain of their choice. Settings whose gain trials cannot tell must gain more than 3 %,
         too: no workers, and the user's own workers with batches in place.

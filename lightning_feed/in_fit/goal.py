@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 def why_fixed(loader: DataLoader[Batch]) -> str:
-    """The reason why the workers of a training loader may not be changed, known without a rehearsal; empty if none
-    is."""
+    """Return the reason why the workers of a training loader may not be changed, known without a rehearsal; empty if
+    none is."""
     kind = plain_kind_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is a stream, so its samples depend on the number of workers"
@@ -63,7 +63,7 @@ def rehearsal_of(loader: DataLoader[Batch], budget_s: float, stop: Callable[[], 
 
 
 def why_left_alone(loader: DataLoader[Batch], rehearsal: Rehearsal) -> str:
-    """The reason why a rehearsal leaves nothing to try; empty if there is something to try.
+    """Return the reason why a rehearsal leaves nothing to try; empty if there is something to try.
 
     If it has refused other numbers of workers, the user's workers may still hand their batches over in place.
     """
@@ -79,12 +79,12 @@ KEEPS = (
 
 
 def fills_a_cache(loader: DataLoader[Batch], rehearsal: Rehearsal) -> bool:
-    """True if a dataset keeps what it reads for later epochs: with workers, only if they persist."""
+    """Return True if a dataset keeps what it reads for later epochs: with workers, only if they persist."""
     return rehearsal.keeps and (not loader.num_workers or loader.persistent_workers)
 
 
 def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:
-    """The goal of tuning the loader of a run, for all ranks of a node at once."""
+    """Return the goal of tuning the loader of a run, for all ranks of a node at once."""
     return Goal(
         work=work,
         model=name_of_model(trainer.lightning_module),
@@ -110,7 +110,7 @@ def keys_in_fit(
 
 
 def is_known(trainer: Any, loaders: list[Any]) -> bool:
-    """True if an earlier search has decided the number of workers of the only loader of a fit."""
+    """Return True if an earlier search has decided the number of workers of the only loader of a fit."""
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader) or trainer.lightning_module is None:
         return False
     return any(map(Store().may_know, keys_in_fit(loaders[0], trainer, Rehearsal())))
@@ -128,14 +128,14 @@ def steps_per_epoch(trainer: Any, loader: DataLoader[Batch]) -> float:
 
 
 def name_of_model(module: torch.nn.Module) -> str:
-    """Class and number of parameters of a model, to distinguish models whose steps take different times."""
+    """Return the class and number of parameters of a model, to distinguish models whose steps take different times."""
     kind = type(module)
     numbers = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     return f"{kind.__module__}.{kind.__qualname__}, {numbers} parameters"
 
 
 def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
-    """The work of a training step, from the steps of a run; None if too little was measured."""
+    """Return the work of a training step, from the steps of a run; None if too little was measured."""
     stats = measured.stats
     facts = measured.facts
     if stats.step_ms is None or stats.data_ms is None:
@@ -156,7 +156,7 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
 
 
 def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
-    """The work of the slowest rank, which all ranks wait for; no work if any rank could not measure its own."""
+    """Return the work of the slowest rank, which all ranks wait for; no work if any rank could not measure its own."""
     measured = [work for work in works if work is not None]
     if len(measured) < len(works):
         return TrainingWork()
@@ -196,7 +196,7 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal, rehearsal:
 
 
 def is_to_stop(trainer: Any) -> bool:
-    """True once SIGTERM has come, on which Lightning ends the fit at its next hook."""
+    """Return True once SIGTERM has come, on which Lightning ends the fit at its next hook."""
     return bool(getattr(trainer, "received_sigterm", False))
 
 

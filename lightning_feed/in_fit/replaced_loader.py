@@ -18,7 +18,7 @@ from lightning_feed.trials.cloning import clone_with, set_hand_over
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers and the same order of samples.
+    """Return a copy of a loader with other workers and the same order of samples.
 
     A separate generator seeds the copy's workers. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
@@ -64,7 +64,7 @@ class RestOfEpoch:
 
 
 def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> RestOfEpoch | None:
-    """The rest of the current epoch, loaded by other workers; None if the order of batches does not allow it.
+    """Return the rest of the current epoch, loaded by other workers; None if the order of batches does not allow it.
 
     Args:
         loader: the loader in use, a result of :func:`with_setting` or of this function, or a FeedLoader.
@@ -140,7 +140,7 @@ class _Draws:
         self._recent = deque(self._recent, maxlen=ahead + 1)
 
     def rest(self, yielded: int) -> Iterator[Index]:
-        """The indices of the current pass after the first ``yielded`` batches, which the loader has yielded."""
+        """Return the indices of the current pass after the first ``yielded`` batches, which the loader has yielded."""
         drawn_ahead = self._count - yielded
         recent = list(self._recent)
         return chain(recent[len(recent) - drawn_ahead :], self._walk)

@@ -86,7 +86,7 @@ class TunedLoader:
         return self._steps == LOOK_STEPS and not self.original.num_workers
 
     def has_changed(self) -> bool:
-        """True if the dataset has changed since the epoch began, or the workers started in it."""
+        """Return True if the dataset has changed since the epoch began, or the workers started in it."""
         return self._probe is not None and self._probe.changed()
 
     def switch(self, setting: Setting) -> bool:
@@ -107,7 +107,8 @@ class TunedLoader:
         return True
 
     def _rest(self, iterated: DataLoader[Batch], setting: Setting) -> RestOfEpoch | None:
-        """The rest of the current epoch, loaded by new workers; None if the order of batches does not allow it."""
+        """Return the rest of the current epoch, loaded by new workers; None if the order of batches does not allow
+        it."""
         iterators = _host.loop_iterators(self._trainer, "fit")
         if not iterators:
             return None

@@ -91,7 +91,7 @@ def build_loader(
 
 
 def _adds_workers(setting: Setting, settings: LoaderSettings, workload: Workload) -> bool:
-    """True if a loader of a map-style dataset has worker processes that the user has not asked for."""
+    """Return True if a loader of a map-style dataset has worker processes that the user has not asked for."""
     is_asked = isinstance(settings.num_workers, int) or bool(settings.asking_for_workers())
     return setting.num_workers > 0 and setting.workers == "process" and not is_asked and not workload.iterable
 

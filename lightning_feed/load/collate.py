@@ -109,7 +109,7 @@ _relay: list[tuple[str, str]] | None = None
 
 
 def is_relayed() -> bool:
-    """True in a process whose reports of unreadable samples are collected: a trial's, or a Ray worker."""
+    """Return True in a process whose reports of unreadable samples are collected: a trial's, or a Ray worker."""
     return _relay is not None
 
 

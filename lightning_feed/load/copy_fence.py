@@ -52,7 +52,7 @@ class CopyFence:
                 event.synchronize()
 
     def passed(self, events: list[Any]) -> bool:
-        """True if the device has passed all ``events``. Does not wait."""
+        """Return True if the device has passed all ``events``. Does not wait."""
         if events == [None]:
             if self._backend.is_current_stream_capturing():
                 return False

@@ -216,7 +216,8 @@ class FeedLoader(DataLoader[Batch]):
         return LoaderPass(stages, maker, position, background, self.watch, substitutes)
 
     def may_draw_again(self) -> bool:
-        """True if the samplers are known to repeat the order of the latest pass from their states at its start."""
+        """Return True if the samplers are known to repeat the order of the latest pass from their states at its
+        start."""
         latest = self._passes.latest
         if latest is None or not self._keeps_order():
             return False
@@ -237,7 +238,7 @@ class FeedLoader(DataLoader[Batch]):
         return self._passes.state().to_dict()
 
     def _configuration(self) -> LoaderState:
-        """The state before any pass."""
+        """Return the state before any pass."""
         return LoaderState(
             kind="iterable" if self._is_stream else "map",
             seed=None if self.order is None else self.order.seed,
@@ -311,11 +312,11 @@ class FeedLoader(DataLoader[Batch]):
         return position
 
     def _under_way(self) -> int:
-        """The number of batches that the workers may have begun."""
+        """Return the number of batches that the workers may have begun."""
         return self.num_workers * (self.prefetch_factor or 1)
 
     def _may_begin_next_epoch(self) -> bool:
-        """True if the workers may make the first batches of the next epoch before it begins.
+        """Return True if the workers may make the first batches of the next epoch before it begins.
 
         They may only if nothing that these batches depend on can change in between.
         """

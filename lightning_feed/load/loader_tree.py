@@ -92,7 +92,7 @@ def _is_one_of(loaders: list[AnyLoader], node: object) -> bool:
 
 
 def _is_list_of_batches(node: object) -> bool:
-    """True for a list or tuple that is itself a loader, since not all of its items can be iterated."""
+    """Return True for a list or tuple that is itself a loader, since not all of its items can be iterated."""
     return isinstance(node, (list, tuple)) and not (node and all(hasattr(part, "__iter__") for part in node))
 
 

@@ -25,7 +25,8 @@ def no_epoch(_: int) -> int | None:
 
 
 def has_set_epoch(dataset: AnyDataset) -> bool:
-    """True if a dataset, or the dataset inside a Subset, has a ``set_epoch``, which the program calls in each epoch."""
+    """Return True if a dataset, or the dataset inside a Subset, has a ``set_epoch``, which the program calls in each
+    epoch."""
     return hasattr(dataset, "set_epoch") or hasattr(getattr(dataset, "dataset", None), "set_epoch")
 
 
@@ -119,14 +120,14 @@ class DrawsOf:
 
 
 def ranks_of_run() -> int:
-    """Number of training processes of this run."""
+    """Return the number of training processes of this run."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return 1
 
 
 def rank_of_run() -> int:
-    """Rank of this training process."""
+    """Return the rank of this training process."""
     return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
 
 

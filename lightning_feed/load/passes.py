@@ -116,5 +116,5 @@ class Passes:
 
 
 def is_stale(state: LoaderState, order: EpochOrder | None) -> bool:
-    """True if the epoch of a state was complete and the run is in a later epoch."""
+    """Return True if the epoch of a state was complete and the run is in a later epoch."""
     return order is not None and state.epoch is not None and order.epoch() > state.epoch

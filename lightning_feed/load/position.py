@@ -65,14 +65,14 @@ def state_of_sampler(sampler: AnySampler) -> SamplerState:
 
 
 def draws_again(sampler: AnySampler, start: SamplerState) -> bool:
-    """True if a sampler is known to draw the same order again from its state at the start of a pass."""
+    """Return True if a sampler is known to draw the same order again from its state at the start of a pass."""
     if type(sampler) in (SequentialSampler, BatchSampler):
         return True
     return any(value is not None for value in (start.epoch, start.seed, start.generator, start.own))
 
 
 def is_ours(sampler: AnySampler) -> bool:
-    """True for a sampler of torch or Lightning whose order depends only on an :class:`EpochOrder`."""
+    """Return True for a sampler of torch or Lightning whose order depends only on an :class:`EpochOrder`."""
     if isinstance(sampler, DistributedSampler):  # or Lightning's wrapper, a subclass
         return type(sampler).__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning")
     generator = getattr(sampler, "generator", None)
@@ -81,7 +81,7 @@ def is_ours(sampler: AnySampler) -> bool:
 
 
 def draws_same_order(sampler: AnySampler) -> bool:
-    """True for a sampler that draws the same order in each epoch."""
+    """Return True for a sampler that draws the same order in each epoch."""
     if isinstance(sampler, DistributedSampler):
         return not sampler.shuffle
     return type(sampler) in (SequentialSampler, BatchSampler)

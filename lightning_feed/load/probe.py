@@ -55,8 +55,8 @@ class Probe:
             self._child = _child(partial(_choose_and_read, loader))
 
     def changed(self) -> bool:
-        """True if the samples are others now. Also true if they could not be read, and so are unknown. False if they
-        are never read, because reading them could change what is trained."""
+        """Return True if the samples are others now. Also true if they could not be read, and so are unknown. False if
+        they are never read, because reading them could change what is trained."""
         if not self._first:
             self._first = self._result(self._child)
             self._child = None
@@ -71,7 +71,7 @@ class Probe:
         return not now or _differ(one, two, now[0])
 
     def _result(self, child: "Child[list[Reading]] | None") -> list[Reading]:
-        """The result of a child; empty if it has none."""
+        """Return the result of a child; empty if it has none."""
         if child is None:
             return []
         try:
@@ -217,7 +217,7 @@ def _read_again(loader: AnyLoader, items: list[Item]) -> list[Reading]:
 
 
 def _differ(one: Reading, two: Reading, now: Reading) -> bool:
-    """True if samples differ in leaves that did not differ between the first two readings."""
+    """Return True if samples differ in leaves that did not differ between the first two readings."""
     pairs: list[tuple[Any, Any, Any]] = [(one.batch, two.batch, now.batch)]
     pairs += zip(one.samples, two.samples, now.samples, strict=True)
     return any(differing(before, after) - differing(before, again) for before, again, after in pairs)

@@ -207,7 +207,7 @@ def _collated(samples: list[Sample], collate: Callable[[Any], Batch], *, batched
 
 
 def _digested(samples: list[Sample], collate: Callable[[Any], Batch], *, batched: bool) -> Digests:
-    """The digests of a batch, which take no shared memory on their way out of a worker."""
+    """Return the digests of a batch, which take no shared memory on their way out of a worker."""
     return digests_of(_collated(samples, collate, batched=batched), sent=True)
 
 
@@ -331,7 +331,7 @@ class _Rehearsing:
         return None
 
     def _past(self, sample: Index) -> Refusal:
-        """A refusal with the name of what changes, if a child finds it."""
+        """Return a refusal with the name of what changes, if a child finds it."""
         name = ""
         with suppress(NoAnswer, LoaderError):
             (name,) = self._in_children(partial(_changed_name, self._loader))
@@ -341,7 +341,7 @@ class _Rehearsing:
 
 
 def _is_kept(fresh_s: list[list[float]], second_s: list[float]) -> bool:
-    """True if some samples were read far faster for the second time than in each fresh process.
+    """Return True if some samples were read far faster for the second time than in each fresh process.
 
     Training may have read the others already, in which case they are fast in fresh processes, too.
 
@@ -477,7 +477,7 @@ def _changed_name(loader: AnyLoader) -> str:
 
 
 def _attributes(holder: object, path: str, depth: int) -> dict[str, Digests]:
-    """The digests of the attributes of an object, and of the objects in these attributes, by path."""
+    """Return the digests of the attributes of an object, and of the objects in these attributes, by path."""
     digests = {}
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         inner = f"{path}.{name}"

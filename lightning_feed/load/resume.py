@@ -120,7 +120,7 @@ class LoaderState:
         return replace(self, epoch=epoch, cycle=0, batches=0, samplers=samplers, drawn=None, sample_seed=None)
 
     def _is_sound(self) -> bool:
-        """True if all values have a type and a range that a saved state can have."""
+        """Return True if all values have a type and a range that a saved state can have."""
         if type(self.kind) is not str or self.kind not in ("map", "iterable"):
             return False
         if type(self.exact) is not bool or not (self.seed is None or type(self.seed) is int):
@@ -151,7 +151,7 @@ def _is_generator_state(value: object) -> bool:
 
 
 def is_feed_state(state: object) -> bool:
-    """True for the state of a ``FeedLoader``, even a damaged one."""
+    """Return True for the state of a ``FeedLoader``, even a damaged one."""
     return isinstance(state, Mapping) and type(state.get("version")) is int and "kind" in state
 
 

@@ -112,7 +112,8 @@ def _parts_of(holder: object) -> Iterable[object]:
 
 
 def _names_beside(holder: object) -> Iterator[object]:
-    """The class attributes of an object, and the global names of the module that defines its class or the function."""
+    """Yield the class attributes of an object, and the global names of the module that defines its class or the
+    function."""
     if issubclass(type(holder), types.FunctionType):
         yield from list(holder.__globals__.values())  # type: ignore[attr-defined]
         return

@@ -185,7 +185,7 @@ class _SlotWriter:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for a CPU tensor that is fully described by its bytes, type, shape and strides."""
+    """Return True for a CPU tensor that is fully described by its bytes, type, shape and strides."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

@@ -104,7 +104,7 @@ def _can_be_put(loader: DataLoader[Batch]) -> bool:
 
 
 def may_use_slots(loader: object) -> bool:
-    """True if the worker processes of a loader could leave their batches in slots, but do not: see
+    """Return True if the worker processes of a loader could leave their batches in slots, but do not: see
     :func:`put_in_slots`."""
     if not HAS_SLOTS or not isinstance(loader, DataLoader) or getattr(loader, "workers", "process") != "process":
         return False
@@ -112,7 +112,7 @@ def may_use_slots(loader: object) -> bool:
 
 
 def uses_slots(loader: DataLoader[Batch]) -> bool:
-    """True if the worker processes of a loader leave their batches in slots."""
+    """Return True if the worker processes of a loader leave their batches in slots."""
     ours = getattr(loader, "hand_over", None) == "slots" and getattr(loader, "workers", None) == "process"
     return HAS_SLOTS and (ours or hasattr(loader, "plain_kind"))
 

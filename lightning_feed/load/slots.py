@@ -152,7 +152,7 @@ class SlotMemory:
         return SLOT_BYTES
 
     def start_of(self, slot: int) -> int:
-        """Offset of a slot in the memory."""
+        """Return the offset of a slot in the memory."""
         return self._pages_of_flags + slot * SLOT_BYTES
 
     def _address(self, slot: int) -> int:
@@ -259,7 +259,7 @@ class SlotMemory:
     # --- around a fork of the training process ------------------------------------------------------------------------
 
     def is_leased(self) -> bool:
-        """True if the program may refer to a batch in a slot."""
+        """Return True if the program may refer to a batch in a slot."""
         return any(lease() is not None for lease in list(self._leases.values()))
 
     def keep_leases(self, child: "_Child | None") -> None:
@@ -371,7 +371,7 @@ def _unregister(address: int) -> None:
 
 
 def can_register() -> bool:
-    """True if the driver can register memory that is shared with other processes. Tries to register one page."""
+    """Return True if the driver can register memory that is shared with other processes. Tries to register one page."""
     if not torch.cuda.is_initialized():
         return False
     page = mmap.mmap(-1, mmap.PAGESIZE)

@@ -48,7 +48,8 @@ def _divides_itself(dataset: AnyDataset) -> bool:
 
 
 def may_repeat(loader: AnyLoader) -> bool:
-    """True if the worker processes of a loader give the batches of a stream in turn, and may not divide the stream."""
+    """Return True if the worker processes of a loader give the batches of a stream in turn, and may not divide the
+    stream."""
     is_known = isinstance(getattr(loader, "dataset", None), IterDataPipe) or divides_among_workers(loader) is not False
     in_turn = getattr(loader, "num_workers", 0) > 1 and getattr(loader, "in_order", True)
     return in_turn and not is_known

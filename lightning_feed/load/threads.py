@@ -341,7 +341,7 @@ class ThreadPass(OwnPass):
         return True
 
     def _idle_share(self) -> float:
-        """Share of idle threads, 0 to 1. 0 at the end of the data."""
+        """Return the share of idle threads, 0 to 1. 0 at the end of the data."""
         if len(self._jobs) < self.capacity:
             return 0.0
         tasks = sum(max(1, job.open_tasks) for number, job in self._jobs.items() if number not in self._ready)

@@ -121,8 +121,8 @@ def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -
 
 
 def _main_can_be_imported() -> bool:
-    """True if a new process can run this program's file or module again, as multiprocessing does. False for a program
-    from stdin, from ``python -c``, or in a notebook."""
+    """Return True if a new process can run this program's file or module again, as multiprocessing does. False for a
+    program from stdin, from ``python -c``, or in a notebook."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
@@ -185,7 +185,7 @@ class WrappedError(ExceptionWrapper):
 
 
 def _is_group(error: object) -> bool:
-    """True for an ExceptionGroup: of Python 3.11, or of the package ``exceptiongroup``."""
+    """Return True for an ExceptionGroup: of Python 3.11, or of the package ``exceptiongroup``."""
     return hasattr(error, "exceptions") and hasattr(error, "derive")
 
 
@@ -271,7 +271,8 @@ def original_error(error: BaseException) -> tuple[str, str]:
 
 
 def failed_in_worker(error: BaseException) -> bool:
-    """True if torch passes on an error that code raised in a worker process. Torch says so only in the message."""
+    """Return True if torch passes on an error that code raised in a worker process. Torch says so only in the
+    message."""
     return isinstance(error, Exception) and "DataLoader worker process" in str(error)
 
 

@@ -52,7 +52,7 @@ def _kind(system: str, blocks: Sequence[Path]) -> str:
 
 
 def _rotates(block: Path, depth: int = 0) -> bool:
-    """True if a block device, its disk, or a disk under it is rotational."""
+    """Return True if a block device, its disk, or a disk under it is rotational."""
     if depth > 8 or not block.exists():
         return False
     block = block.resolve()  # a partition's folder is inside its disk's

@@ -154,7 +154,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """The model of the CPU, or its architecture if the system does not name the model."""
+    """Return the model of the CPU, or its architecture if the system does not name the model."""
     for line in read_text(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

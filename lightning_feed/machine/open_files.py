@@ -25,7 +25,7 @@ def read_alone() -> None:
 
 
 def positions() -> dict[tuple[int, Path], int]:
-    """The position of each file that this process has open for reading, by descriptor and path."""
+    """Return the position of each file that this process has open for reading, by descriptor and path."""
     by_file = {}
     for file, _ in _files():
         with suppress(OSError):  # closed meanwhile
@@ -42,7 +42,7 @@ def moved_file(before: Mapping[tuple[int, Path], int]) -> str:
 
 
 def _files() -> Iterator[tuple[int, int]]:
-    """The regular files that this process has open for reading only: their descriptors and flags."""
+    """Yield the regular files that this process has open for reading only: their descriptors and flags."""
     if not _OPEN.is_dir():  # not Linux
         return
     for link in list(_OPEN.iterdir()):

@@ -52,7 +52,7 @@ class CpuShare:
         self._began = self._read()
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Mean percentage of ``usable_cpus`` that other programs used; None if unknown.
+        """Return the mean percentage of ``usable_cpus`` that other programs used; None if unknown.
 
         Excludes CPUs that this run may not use, since it could not have used their time anyway.
         """
@@ -67,7 +67,7 @@ class CpuShare:
         return CpuTicks(len(cpus), whole, busy, self._own())
 
     def _own(self) -> int:
-        """Ticks of this process and its descendants, with those that were waited for or killed."""
+        """Return the ticks of this process and its descendants, with those that were waited for or killed."""
         parents: dict[int, int] = {}
         ticks: dict[int, int] = {}
         for folder in self._proc.iterdir():
@@ -86,7 +86,7 @@ class CpuShare:
 
 
 def _read_cpus(file: Path) -> list[list[int]]:
-    """The columns of ``/proc/stat`` for each CPU that this process may use; empty if unknown."""
+    """Return the columns of ``/proc/stat`` for each CPU that this process may use; empty if unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -98,7 +98,7 @@ def _read_cpus(file: Path) -> list[list[int]]:
 def others_pct_now(
     usable_cpus: int | None, root: Path = Path("/"), wait: Callable[[float], object] = time.sleep
 ) -> float | None:
-    """Percentage of ``usable_cpus`` that other programs use now; None if unknown. Takes half a second."""
+    """Return the percentage of ``usable_cpus`` that other programs use now; None if unknown. Takes half a second."""
     share = CpuShare(root)
     wait(NOW_S)
     return share.others_pct(usable_cpus)
@@ -144,7 +144,7 @@ _statistics = _ThreadStatistics()
 
 
 def run_queue_clock() -> int | None:
-    """Nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
+    """Return the nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
     numbers = _statistics.read().split()  # proc(5): time on a CPU, time ready to run without a CPU, time slices
     if len(numbers) > 1 and numbers[0] != b"0":
         return int(numbers[1])
@@ -152,7 +152,7 @@ def run_queue_clock() -> int | None:
 
 
 def own_clock(clock: Callable[[], int] = time.perf_counter_ns) -> int:
-    """The host's clock in nanoseconds, minus the time this thread waited for a CPU."""
+    """Return the host's clock in nanoseconds, minus the time this thread waited for a CPU."""
     return clock() - (run_queue_clock() or 0)
 
 
@@ -248,7 +248,7 @@ class CpuTimes:
             self._load_queued_ns += queued_now_ns - queued_ns
 
     def per_step(self, steps: int) -> HostTimes:
-        """Mean milliseconds per finished step; all figures are None before the first counted step ends."""
+        """Return the mean milliseconds per finished step; all figures are None before the first counted step ends."""
         counted = steps - self._steps_before
         if counted <= 0:
             return HostTimes()

@@ -107,7 +107,7 @@ class WaitFinder:
             self._fresh.add(place)
 
     def _place_of(self, frame: FrameType) -> _Place | None:
-        """The innermost line of the user within the loop; else the innermost line outside torch."""
+        """Return the innermost line of the user within the loop; else the innermost line outside torch."""
         library: _Place | None = None
         for each in _frames(frame):
             file = each.f_code.co_filename
@@ -120,7 +120,7 @@ class WaitFinder:
         return library
 
     def waits(self) -> tuple[DeviceWait, ...] | None:
-        """The lines at which the host waited, those of most samples first; None without a sample."""
+        """Return the lines at which the host waited, those of most samples first; None without a sample."""
         if not self._steps:
             return None
         return tuple(
@@ -137,7 +137,7 @@ class WaitFinder:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """A frame and its callers, the innermost first."""
+    """Return a frame and its callers, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -202,7 +202,7 @@ class _Pattern:
         self._note = note
 
     def match(self, text: str) -> bool:
-        """True for torch's warnings of this mode, which nobody then sees."""
+        """Return True for torch's warnings of this mode, which nobody then sees."""
         if text.startswith(_SYNCHRONISES):
             self.note(sys._getframe(1))
             return True

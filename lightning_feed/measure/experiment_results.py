@@ -211,7 +211,7 @@ class ExperimentResults:
         return dict(self.left_out).get(REST_OF_THE_FIT, "").partition(":")[0]
 
     def tried_as(self, role: Literal["own", "chosen"]) -> TriedSetting | None:
-        """The trial of the user's own setting, or of the chosen setting; None if it was not tried."""
+        """Return the trial of the user's own setting, or of the chosen setting; None if it was not tried."""
         return next((setting for setting in self.tried if vars(setting)[role]), None)
 
     @property
@@ -230,6 +230,6 @@ def step_of(name: str) -> str:
 
 
 def pack_options(short_side: int | None, *, decoded: bool) -> str:
-    """The options of ``lightning-feed pack`` for such a pack, each after a space."""
+    """Return the options of ``lightning-feed pack`` for such a pack, each after a space."""
     size = "" if short_side is None else f" --size {short_side}"
     return f"{' --decoded' if decoded else ''}{size}"

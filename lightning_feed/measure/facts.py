@@ -18,7 +18,7 @@ _DEEPEST = 4
 
 
 def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
-    """Facts about the loaders of a stage; with several loaders, about the loader with the fewest workers.
+    """Return the facts about the loaders of a stage; with several loaders, about the loader with the fewest workers.
 
     If any loader has no ``num_workers``, training may be waiting for that loader, so ``num_workers`` and the settings
     that depend on workers or pinning are left out.
@@ -57,7 +57,7 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
 
 
 def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> LoaderFacts:
-    """The facts of :func:`loader_facts`, and further facts that only remedies for the training loaders need.
+    """Return the facts of :func:`loader_facts`, and further facts that only remedies for the training loaders need.
 
     Args:
         loaders: all training loaders, without their wrappers.
@@ -77,7 +77,7 @@ def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> Lo
 
 
 def batch_facts(batch: Batch) -> BatchFacts:
-    """The number of tensors in a batch, their size in bytes, and where the largest one is."""
+    """Return the number of tensors in a batch, their size in bytes, and where the largest one is."""
     leaves = list(tensors(batch))
     sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     pinned = None
@@ -88,7 +88,7 @@ def batch_facts(batch: Batch) -> BatchFacts:
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
-    """Largest number of batches that any one of the training loaders may hold ready.
+    """Return the largest number of batches that any one of the training loaders may hold ready.
 
     A loader may hold ``num_workers`` x ``prefetch_factor`` batches, plus those in its background queue.
     """
@@ -120,7 +120,7 @@ def _name_of(loader: AnyLoader) -> str:
 
 
 def _datasets(loaders: Sequence[AnyLoader]) -> list[AnyDataset]:
-    """The dataset of each loader; None for a loader without a ``dataset``, which need not be torch's."""
+    """Return the dataset of each loader; None for a loader without a ``dataset``, which need not be torch's."""
     return [getattr(loader, "dataset", None) for loader in loaders]
 
 
@@ -132,7 +132,7 @@ def _kind_of_workers(loader: AnyLoader) -> Literal["process", "thread"] | None:
 
 
 def _hand_over(loaders: Sequence[AnyLoader]) -> tuple[bool | None, bool | None]:
-    """The fields ``in_place`` and ``may_use_slots`` of LoaderFacts."""
+    """Return the fields ``in_place`` and ``may_use_slots`` of LoaderFacts."""
     with_processes = [loader for loader in loaders if _kind_of_workers(loader) == "process"]
     if not with_processes:
         return None, None
@@ -153,8 +153,8 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:
-    """True if workers must be notified of each epoch: the dataset, or a dataset inside it, is an IterableDataset or has
-    ``set_epoch``. Also True if datasets are nested too deep to look at."""
+    """Return True if workers must be notified of each epoch: the dataset, or a dataset inside it, is an IterableDataset
+    or has ``set_epoch``. Also True if datasets are nested too deep to look at."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
             return True

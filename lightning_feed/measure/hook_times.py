@@ -116,7 +116,7 @@ class HookTimes:
                 outer.name = None
 
     def result(self) -> tuple[HookTime, ...]:
-        """Milliseconds per step of each action long enough to be reported, the slowest first."""
+        """Return the milliseconds per step of each action long enough to be reported, the slowest first."""
         if not self.timing:
             self._fold()
         per_step = {name: ns / self._timed_steps for name, ns in self._sums.items() if OWN not in name}

@@ -121,7 +121,7 @@ class WorkerClock:
         self._last |= self._read(workers, now_ns, known=self._last)
 
     def _read(self, workers: Workers, now_ns: int, known: Container[str] = ()) -> dict[str, WorkerReading]:
-        """Readings by folder in ``proc``, without the ``known`` folders."""
+        """Return the readings by folder in ``proc``, without the ``known`` folders."""
         processes = [f"{self.root}/proc/{pid}" for pid in workers.pids]
         own_threads = [f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids]
         threads = {folder: _threads_in(f"{folder}/task") for folder in processes if folder not in known}
@@ -135,7 +135,8 @@ class WorkerClock:
 
 
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
-    """The difference of two readings of one worker; empty if a counter went backwards, because the worker is new."""
+    """Return the difference of two readings of one worker; empty if a counter went backwards, because the worker is
+    new."""
     wall = after.at_ns - before.at_ns
     # A new thread began at zero.
     passed = []
@@ -157,7 +158,7 @@ def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
 
 
 def _threads_in(folder: str) -> list[str]:
-    """Folders of the oldest threads of a process."""
+    """Return the folders of the oldest threads of a process."""
     try:
         numbers = sorted(int(name) for name in os.listdir(folder) if name.isdigit())  # noqa: PTH208
     except OSError:
@@ -166,13 +167,13 @@ def _threads_in(folder: str) -> list[str]:
 
 
 def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Times by thread folder, without threads that have ended."""
+    """Return the times by thread folder, without threads that have ended."""
     times = {folder: _schedstat(f"{folder}/schedstat") for folder in folders}
     return {folder: known for folder, known in times.items() if known is not None}
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
-    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without a CPU."""
+    """Return the first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without a CPU."""
     numbers = read_small(path).split()[:2]
     if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None
@@ -187,13 +188,14 @@ def _io(path: str) -> tuple[int, int, int] | None:
 
 
 def _numbers(text: str, separator: str) -> dict[str, int]:
-    """Numbers by name, from the lines of a file that consist of a name and a number."""
+    """Return the numbers by name, from the lines of a file that consist of a name and a number."""
     pairs = (line.partition(separator) for line in text.splitlines())
     return {name: int(value) for name, _, value in pairs if value.strip().isdigit()}
 
 
 def read_small(path: str) -> bytes:
-    """Content of a ``proc`` file, or nothing. Unbuffered, because some dozen files are read per log during training."""
+    """Return the content of a ``proc`` file, or nothing. Unbuffered, because some dozen files are read per log during
+    training."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -221,7 +223,7 @@ class PressureTime(Additive):
     """All time or periods."""
 
     def pressure_pct(self, resource: str) -> float | None:
-        """Percentage of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
+        """Return the percentage of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
         whole = self.whole[resource]
         if not whole:
             return None
@@ -275,7 +277,8 @@ class PressureClock:
 
 
 def _waited_ns(path: Path) -> int | None:
-    """Nanoseconds, from the microseconds of ``total`` in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``."""
+    """Return the nanoseconds, from the microseconds of ``total`` in ``some avg10=0.00 avg60=0.00 avg300=0.00
+    total=123``."""
     total_us = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
     if not total_us:
         return None

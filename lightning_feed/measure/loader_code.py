@@ -141,7 +141,7 @@ _LIBRARIES = tuple(
 
 
 def is_users(file: str) -> bool:
-    """True for notebook cells, and for files outside Python, installed packages and this package.
+    """Return True for notebook cells, and for files outside Python, installed packages and this package.
 
     Also for the demo, which stands in for a user's program.
     """
@@ -153,5 +153,5 @@ def is_users(file: str) -> bool:
 
 
 def is_torchs(file: str) -> bool:
-    """True for a file of torch."""
+    """Return True for a file of torch."""
     return file.startswith(_TORCH)

@@ -60,22 +60,23 @@ class Probe:
         return self._ask(self._capacity, None)
 
     def iterator(self) -> Any:
-        """The iterator; None if it no longer exists."""
+        """Return the iterator; None if it no longer exists."""
         return self._iterator()
 
     def read(self) -> QueueState | None:
-        """The iterator's state; None if unknown. Takes about a microsecond."""
+        """Return the iterator's state; None if unknown. Takes about a microsecond."""
         return self._ask(self._state, None)
 
     def workers(self) -> Workers:
-        """The workers that make the batches, without the thread that requests them."""
+        """Return the workers that make the batches, without the thread that requests them."""
         return self._ask(self._workers, Workers())
 
     def waited(self, wait_ns: int) -> None:
         """Note that the loop has waited this long for the batch that it just got."""
 
     def head_of_line_ns(self) -> float | None:
-        """Nanoseconds waited so far while a later batch was ready, times the share of workers that were idle then.
+        """Return the nanoseconds waited so far while a later batch was ready, times the share of workers that were idle
+        then.
 
         None if unknown.
         """
@@ -98,7 +99,7 @@ class Probe:
 
 
 def probe_loader(iterator: AnyIterator) -> Probe | None:
-    """A probe of ``iterator``, the result of ``iter(loader)``; None for an unknown kind."""
+    """Return a probe of ``iterator``, the result of ``iter(loader)``; None for an unknown kind."""
     if _is_ours(iterator):
         return PassProbe(iterator)
     if hasattr(iterator, "_task_info"):
@@ -124,7 +125,7 @@ class TorchProbe(Probe):
         self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:
-        """The sum of the weighted waits, in nanoseconds: see :meth:`waited`."""
+        """Return the sum of the weighted waits, in nanoseconds: see :meth:`waited`."""
         return self._head_of_line_ns
 
     def _state(self, it: AnyIterator) -> QueueState:
@@ -166,7 +167,7 @@ class PassProbe(Probe):
         self._source = OwnProbe(source) if own else probe_loader(source)
 
     def head_of_line_ns(self) -> float | None:
-        """Nanoseconds that the pass itself has counted; None once it has ended."""
+        """Return the nanoseconds that the pass itself has counted; None once it has ended."""
         return self._ask(lambda it: float(it.head_of_line_ns), None)
 
     def _inner(self, it: "LoaderPass") -> Probe:

@@ -63,7 +63,7 @@ class LoaderSums(Additive):
         return made * self.draws / self.drawn / (self.span_ns * 1e-9)
 
     def to_stats(self) -> LoaderStats:
-        """The figures; None for figures without data."""
+        """Return the figures; None for figures without data."""
         seen = self.workers
         pressure = self.pressure
         return LoaderStats(
@@ -219,14 +219,15 @@ class LoaderWatch:
             self._workers.meet(self._all_workers(), now)
 
     def _late_ns(self) -> float | None:
-        """Nanoseconds waited so far while a later batch was ready, over the loaders that measure this; else None."""
+        """Return the nanoseconds waited so far while a later batch was ready, over the loaders that measure this; else
+        None."""
         known = [ns for probe in self._live if (ns := probe.head_of_line_ns()) is not None]
         if known:
             return sum(known)
         return None
 
     def take(self) -> LoaderStats:
-        """The figures since the last call."""
+        """Return the figures since the last call."""
         if self._clock() >= self._next_read:
             self._read()
         window = self._sums - self._before
@@ -239,12 +240,12 @@ class LoaderWatch:
         self._settled = replace(self._sums)
 
     def settled(self) -> LoaderSums:
-        """The sums since the start, or since the warm-up ended."""
+        """Return the sums since the start, or since the warm-up ended."""
         self._read()
         return self._sums - self._settled
 
     def total(self) -> LoaderStats:
-        """The figures since the start, or since the warm-up ended."""
+        """Return the figures since the start, or since the warm-up ended."""
         return self.settled().to_stats()
 
     def pause(self) -> None:
@@ -307,7 +308,7 @@ class LoaderWatch:
         return self._probes != probes  # equal if all iterators are unknown
 
     def _unchanged(self, iterators: list[Any]) -> bool:
-        """True if the iterators are the same as at the last call."""
+        """Return True if the iterators are the same as at the last call."""
         if self._identities != [id(iterator) for iterator in iterators]:
             return False
         pairs = zip(iterators, self._probes, strict=True)

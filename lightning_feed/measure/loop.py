@@ -171,13 +171,13 @@ class MeasuredLoop:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def settled(self) -> LoopSums | None:
-        """Sums over the steps and the loaders since the warm-up ended; None during the warm-up."""
+        """Return the sums over the steps and the loaders since the warm-up ended; None during the warm-up."""
         if not self._settled:
             return None
         return LoopSums(self.ledger.settled(), self.loaders.settled())
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
-        """Steps of each of several loaders that are read one after the other; empty for a single loader."""
+        """Return the steps of each of several loaders that are read one after the other; empty for a single loader."""
         loaders = []
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):
@@ -229,7 +229,7 @@ class Schedule:
         """True until the first report."""
 
     def due(self, steps: int) -> bool:
-        """True if a report is due after this many steps."""
+        """Return True if a report is due after this many steps."""
         return steps >= self._next_step or self._seconds() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:

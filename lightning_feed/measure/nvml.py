@@ -52,7 +52,7 @@ class NvmlSampler:
             self._thread.join(JOIN_S)
 
     def take(self) -> GpuStats | None:
-        """Means of the samples since the last call; None without a sample."""
+        """Return the means of the samples since the last call; None without a sample."""
         with self._lock:
             sums = self._sums
             self._sums = {}
@@ -67,7 +67,8 @@ class NvmlSampler:
             self._steady_samples = 0
 
     def steady_util_pct(self) -> float | None:
-        """Mean GPU utilization in percent, over all samples within stretches of steps; None if there are too few.
+        """Return the mean GPU utilization in percent, over all samples within stretches of steps; None if there are too
+        few.
 
         It is the share of the time in which at least one kernel ran (NVML's documentation of
         ``nvmlDeviceGetUtilizationRates``), over the last second or less. So a sample counts if the sample before it was
@@ -161,7 +162,7 @@ class _SmActivity:
         pynvml.nvmlGpmSampleGet(handle, self._samples[0])
 
     def read(self) -> float:
-        """Percentage of multiprocessors that were busy since the last call."""
+        """Return the percentage of multiprocessors that were busy since the last call."""
         pynvml = self._pynvml
         earlier, later = self._samples
         pynvml.nvmlGpmSampleGet(self._handle, later)

@@ -23,12 +23,13 @@ NUMBER, DATA_IDLE, STEP = range(3)
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
-    """The steps that count, as one flat list of (number, data_ns, step_ns)."""
+    """Return the steps that count, as one flat list of (number, data_ns, step_ns)."""
     return [value for step in steps if step.counted for value in (step.number, step.data_ns, step.step_ns)]
 
 
 def align(ranks: Sequence[Tensor]) -> Tensor:
-    """The steps that all ranks measured. A rank may lack steps that its device clock has lost, or not yet measured.
+    """Return the steps that all ranks measured. A rank may lack steps that its device clock has lost, or not yet
+    measured.
 
     Args:
         ranks: each rank's steps as (steps, 3) float64, columns as in :func:`step_rows`.
@@ -69,12 +70,12 @@ class RankSums(Additive):
 
     @classmethod
     def of(cls, common: Tensor) -> "RankSums":
-        """Sums of the result of :func:`align`."""
+        """Return the sums of the result of :func:`align`."""
         longest_idle, longest_step = common[DATA_IDLE:].amax(dim=1).sum(dim=1).tolist()
         return cls(common.shape[2], longest_idle, longest_step, common[DATA_IDLE].sum(dim=1))
 
     def stats(self) -> RankStats:
-        """Figures computed from the sums."""
+        """Return the figures computed from the sums."""
         idle_ns = self.idle_ns.tolist()
         world_size = len(idle_ns)
         if not self.steps:
@@ -176,7 +177,8 @@ class RankExchange:
         return self._gather(window, str(window % 2), self._sent[0])
 
     def total(self) -> RankStats | None:
-        """The figures of all windows so far, on rank 0; None on other ranks, and before the first window is read.
+        """Return the figures of all windows so far, on rank 0; None on other ranks, and before the first window is
+        read.
 
         The warm-up is left out, unless too few steps would remain.
         """
@@ -250,7 +252,7 @@ class RankExchange:
         return window_sums.stats()
 
     def _read(self, keys: list[str]) -> list[bytes] | None:
-        """The values of all ``keys``; None if a key is missing, because getting a missing key would block."""
+        """Return the values of all ``keys``; None if a key is missing, because getting a missing key would block."""
         if not self._store.check(keys):
             return None
         return read_all(self._store, keys)
@@ -284,7 +286,7 @@ class RankExchange:
 
 
 def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
-    """The exchange of this process; None with a single rank, or if ``torch.distributed`` has no store.
+    """Return the exchange of this process; None with a single rank, or if ``torch.distributed`` has no store.
 
     Every rank must call this function equally often: the n-th calls of all ranks open one common exchange.
 
@@ -300,7 +302,8 @@ def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
 
 
 def _unpack(value: bytes, window: int) -> Tensor | None:
-    """The rows that a rank sent for ``window``; None if ``value`` belongs to another window, or is no such message."""
+    """Return the rows that a rank sent for ``window``; None if ``value`` belongs to another window, or is no such
+    message."""
     if len(value) % 8 or len(value) < 8 * _HEADER:
         return None
     numbers = torch.frombuffer(bytearray(value), dtype=torch.float64)

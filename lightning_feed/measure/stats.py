@@ -36,7 +36,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def tagged(tag: str) -> Any:
-    """A dataclass field whose figure is logged under ``tag``. The tables of tags are built from these fields."""
+    """Return a dataclass field whose figure is logged under ``tag``. The tables of tags are built from these fields."""
     return field(default=None, metadata={"tag": tag})
 
 
@@ -266,7 +266,7 @@ class Timeline:
 
 
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
-    """The confidence in figures.
+    """Return the confidence in figures.
 
     Args:
         steps: number of steps measured.
@@ -298,7 +298,7 @@ def tag_table() -> dict[str, str]:
 
 
 def _tags_of(kind: type[Any]) -> dict[str, str]:
-    """The tags of a class of figures, with the names of their fields."""
+    """Return the tags of a class of figures, with the names of their fields."""
     return {figure.metadata["tag"]: figure.name for figure in fields(kind) if figure.metadata}
 
 
@@ -308,7 +308,7 @@ def to_tags(
     loaders: LoaderStats | None = None,
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
-    """The measured figures by tag. Unmeasured figures are absent, so that 0 always means a measured zero."""
+    """Return the measured figures by tag. Unmeasured figures are absent, so that 0 always means a measured zero."""
     tags: dict[str, float | None] = {}
     for group in (stats, gpu, loaders, ranks):
         if group is not None:
@@ -321,7 +321,7 @@ def _measured(tags: dict[str, float | None]) -> dict[str, float]:
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
-    """The tags that are logged, from all tags."""
+    """Return the tags that are logged, from all tags."""
     return {tag: value for tag, value in tags.items() if which == "all" or tag.rpartition("/")[2] in _CORE}
 
 
@@ -332,7 +332,8 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "copy_ms", "data_ms", "ot
 
 
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
-    """The measured figures of a validation, test or prediction, by tag. Each of several loaders has its own, too."""
+    """Return the measured figures of a validation, test or prediction, by tag. Each of several loaders has its own,
+    too."""
     section = LOOPS[stage]
     tags = _measured({f"{section}/{name.removeprefix('epoch_')}": vars(stats)[name] for name in LOOP_FIELDS})
     for loader in by_loader:
@@ -342,7 +343,7 @@ def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderStep
 
 
 def custom_scalar_layout(which: Which) -> dict[str, Any]:
-    """Charts for ``SummaryWriter.add_custom_scalars``: waiting for data, then the parts of a step.
+    """Return the charts for ``SummaryWriter.add_custom_scalars``: waiting for data, then the parts of a step.
 
     TensorBoard cannot stack, and colours lines by run: the parts of several runs in one chart are hard to tell apart.
     So each part has its chart, with one line for each run.

@@ -38,10 +38,10 @@ class DeviceEvent(Protocol):
         """Record the event after all work queued on the current stream."""
 
     def query(self) -> bool:
-        """True once the device has reached the event."""
+        """Return True once the device has reached the event."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
 
     def synchronize(self) -> Any:
         """Wait for the event."""
@@ -120,7 +120,7 @@ class EventRing:
         self._open = []
 
     def read(self) -> EventStep | None:
-        """The oldest step that the device has finished, or None. The host does not wait."""
+        """Return the oldest step that the device has finished, or None. The host does not wait."""
         if not self._pending or not (self.passed or self._has_passed(1)):
             return None
         note, start, categories = self._pending[0]
@@ -160,7 +160,7 @@ class EventRing:
         return bool(self._pending) and self._next - self._pending[0][1] > self._size // 2
 
     def _has_passed(self, steps: int) -> bool:
-        """True if the device has finished this number of unread steps."""
+        """Return True if the device has finished this number of unread steps."""
         return bool(self._try(self._end_of(self._pending[steps - 1]).query))
 
     def wait(self) -> None:
@@ -215,13 +215,13 @@ def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[in
 
 
 def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
-    """A ring of events for ``device``, or None without an :func:`event_maker`."""
+    """Return a ring of events for ``device``, or None without an :func:`event_maker`."""
     make_event = event_maker(device)
     return EventRing(make_event, size) if make_event is not None else None
 
 
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
-    """The maker of timing events for ``device``, or None if its events do not work.
+    """Return the maker of timing events for ``device``, or None if its events do not work.
 
     The events are tested first, without waiting for the device. MPS events are not used: their ``elapsed_time`` waits
     for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
@@ -237,7 +237,7 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
 
 
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
-    """True if two events can be recorded and compared, or if the device is too busy to answer."""
+    """Return True if two events can be recorded and compared, or if the device is too busy to answer."""
     try:
         first = make_event()
         last = make_event()
@@ -270,7 +270,8 @@ _GOLDEN = 2654435769
 
 
 def is_divided(number: int) -> bool:
-    """True if all parts of the step with this number are marked on the device; False if only its wait for data is.
+    """Return True if all parts of the step with this number are marked on the device; False if only its wait for data
+    is.
 
     The fractional parts of the golden ratio's multiples are spread evenly, and so are those of every n-th step, for any
     n. So work that is done in every n-th step (the optimizer's step with gradient accumulation, logging) is measured as
@@ -281,7 +282,7 @@ def is_divided(number: int) -> bool:
 
 
 def is_one_in(number: int, every: int) -> bool:
-    """True for one number in ``every``, spread evenly over all numbers and over the multiples of any number."""
+    """Return True for one number in ``every``, spread evenly over all numbers and over the multiples of any number."""
     return number * _GOLDEN % 2**32 < 2**32 // every
 
 
@@ -430,7 +431,7 @@ class _DeviceSteps(_Steps):
         self._since_mark = self._category_on_device(OTHER)
 
     def _category_on_device(self, category: int) -> int:
-        """The category under which the device's time is counted in the current step."""
+        """Return the category under which the device's time is counted in the current step."""
         return category if self._divides or category == DATA else UNDIVIDED
 
     def _read(self, steps: int) -> None:

@@ -47,11 +47,11 @@ class WallStats:
         return self.wall_s - self.seconds("trials")
 
     def seconds(self, *names: Part) -> float:
-        """Total seconds of these parts; 0.0 for parts that did not occur."""
+        """Return the total seconds of these parts; 0.0 for parts that did not occur."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def times(self, name: Part) -> int:
-        """Number of times that this part occurred."""
+        """Return the number of times that this part occurred."""
         return sum(part.times for part in self.parts if part.name == name)
 
 
@@ -96,7 +96,7 @@ class WallClock:
             self._switch(self._outer.pop())
 
     def stats(self) -> WallStats:
-        """The parts of the time so far."""
+        """Return the parts of the time so far."""
         self._switch(self._part)
         parts = [
             WallPart(name=part, seconds=self._spent[part] * 1e-9, times=self._times[part])

@@ -83,7 +83,7 @@ class PairSums:
         return ratio_interval(self.step, [float(self.chunk)] * len(self.step), max(length, len(self.step) // 10))
 
     def _block_length(self, period: int) -> int | None:
-        """Chunks in a block; None for too few steps."""
+        """Return the chunks in a block; None for too few steps."""
         count = len(self.data)
         length = block_length(count, self.chunk, period)
         if count < FEWEST_BLOCKS * length or sum(self.step) <= 0:
@@ -92,7 +92,7 @@ class PairSums:
 
 
 def block_length(count: int, chunk: int, period: int) -> int:
-    """Chunks in a block: about the cube root of the number of chunks (Kuensch's order), as whole periods.
+    """Return the chunks in a block: about the cube root of the number of chunks (Kuensch's order), as whole periods.
 
     A block has at least two periods, unless a period fits into a chunk. A block may begin anywhere in a period, so a
     block as long as one period would consist of parts of two periods, and such blocks vary too little.
@@ -175,7 +175,7 @@ class TimelineSums:
             self._length *= 2
 
     def timeline(self) -> Timeline | None:
-        """The timeline so far; None before the first step."""
+        """Return the timeline so far; None before the first step."""
         if not self._bins:
             return None
         stretches = [*self._stretches, self._open] if self._open[0] else self._stretches
@@ -280,7 +280,7 @@ class Sums(Additive):
     def stats(
         self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None, whole: "Sums | None" = None
     ) -> StarvationStats:
-        """The figures, by the formulas of :class:`StarvationStats`.
+        """Return the figures, by the formulas of :class:`StarvationStats`.
 
         Args:
             settled: True if the warm-up is not among the steps.
@@ -404,7 +404,8 @@ class Ledger:
         self._pairs_of_epoch = PairSums()
 
     def changed_wait_ms(self) -> tuple[float, float] | None:
-        """Mean waits in a step, before and in the present epoch; None if they do not differ, or if there are few steps.
+        """Return the mean waits in a step, before and in the present epoch; None if they do not differ, or if there are
+        few steps.
 
         The waits differ if one is at least twice as long as the other, and the difference is a tenth of a step or more.
         """
@@ -426,7 +427,7 @@ class Ledger:
         self._pairs = self._pairs_of_epoch
 
     def settled(self) -> Sums:
-        """The run so far without its warm-up."""
+        """Return the run so far without its warm-up."""
         self.fold()
         return self._sums - self._warm_up
 
@@ -450,7 +451,7 @@ class Ledger:
         return stats
 
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
-        """The figures of the run so far without its warm-up; with the warm-up if too few steps would remain.
+        """Return the figures of the run so far without its warm-up; with the warm-up if too few steps would remain.
 
         Without the warm-up, and with enough steps, they include 95 % intervals of ``starved_pct`` and ``step_ms``.
         """

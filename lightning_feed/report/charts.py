@@ -53,7 +53,7 @@ class Chart(NamedTuple):
 
 
 def charts(timeline: Timeline | None) -> list[Chart]:
-    """The charts of a run; none for a run of few steps."""
+    """Return the charts of a run; none for a run of few steps."""
     if timeline is None:
         return []
     stretches = [stretch for stretch in timeline.stretches if stretch.steps > 0 and _is_share(stretch.starved_pct)]
@@ -129,14 +129,14 @@ def _histogram(bins: Sequence[Bin]) -> Chart:
 
 
 def _quantile(bins: Sequence[Bin], share: float) -> float:
-    """The upper end of the bin in which this share of the steps is reached."""
+    """Return the upper end of the bin in which this share of the steps is reached."""
     wanted = share * _steps(bins)
     counts = accumulate(bucket.steps for bucket in bins)
     return next(bucket.to_ms for bucket, count in zip(bins, counts, strict=True) if count >= wanted)
 
 
 def _ms(value: float) -> str:
-    """Milliseconds with three digits."""
+    """Return the milliseconds with three digits."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"

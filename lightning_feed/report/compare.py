@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """The changes from one report to another."""
+    """Return the changes from one report to another."""
     old = _settings(before)
     new = _settings(after)
     changed = (Row(name=name, before=old[name], after=new.get(name)) for name in old if old[name] != new.get(name))
@@ -71,7 +71,7 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _settings(report: Report) -> dict[str, Any]:
-    """Settings and versions of a run by name: all plain facts that the report has."""
+    """Return the settings and versions of a run by name: all plain facts that the report has."""
     facts = report.diagnosis.measurements.facts
     groups = (facts, facts.loader, facts.datamodule, facts.trainer, report.environment)
     known = {name: value for group in groups for name, value in vars(group).items() if name not in _NOT_COMPARED}
@@ -99,7 +99,7 @@ def _overlap(before: Report, after: Report) -> bool:
 
 
 def _interval(report: Report) -> list[float]:
-    """The 95 % interval of the time for a sample, in milliseconds; empty if it is not known."""
+    """Return the 95 % interval of the time for a sample, in milliseconds; empty if it is not known."""
     stats = report.diagnosis.stats
     size = report.diagnosis.measurements.facts.loader.batch_size or 1
     return [ms / size for ms in (stats.step_low_ms, stats.step_high_ms) if ms is not None]
@@ -125,7 +125,7 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """A comparison for the console: the factor, changes, figures and cautions."""
+    """Return a comparison for the console: the factor, changes, figures and cautions."""
     return printable_lines("\n".join(_lines(comparison)))
 
 

@@ -157,12 +157,13 @@ def make_report(diagnosis: Diagnosis, *, run: RunIdentity | None = None) -> Repo
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """A report as a JSON object. The documentation's reference lists its keys. Figures that are not finite are None."""
+    """Return a report as a JSON object. The documentation's reference lists its keys. Figures that are not finite are
+    None."""
     return {"schema": SCHEMA, "written_at": report.written_at, **to_plain(_parts_of(report))}
 
 
 def as_json(report: Report) -> str:
-    """A report as the text of ``feed_report.json``."""
+    """Return a report as the text of ``feed_report.json``."""
     return json.dumps(as_document(report), indent=2, allow_nan=False) + "\n"
 
 
@@ -356,7 +357,7 @@ def _is_required(field: Any) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) that every ``feed_report.json`` of this version obeys."""
+    """Return the JSON Schema (draft 2020-12) that every ``feed_report.json`` of this version obeys."""
     parts = _form(Parts)
     own = {"schema": {"const": SCHEMA}, "written_at": {"type": "string", "format": "date-time"}}
     return {

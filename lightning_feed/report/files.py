@@ -59,7 +59,8 @@ def as_text(
     arguments: str = ARGUMENTS,
     before: Diagnosis | None = None,
 ) -> str:
-    """The verdict, the parts of a step, the reasons, the changes to make, the pipeline if measured, and the next step.
+    """Return the verdict, the parts of a step, the reasons, the changes to make, the pipeline if measured, and the next
+    step.
 
     If steps are so short that Python takes most of their time, the text is one sentence, with the results of
     experiments and the next step.
@@ -92,13 +93,13 @@ def as_short_text(
     width: int | None = None,
     arguments: str = ARGUMENTS,
 ) -> str:
-    """The verdict and the next step, for a report whose other sections were shown before."""
+    """Return the verdict and the next step, for a report whose other sections were shown before."""
     step = next_step(report.diagnosis, report.run, arguments=arguments)
     return _in_lines(_first_line(report.diagnosis), step, (), beside, width)
 
 
 def as_line(report: Report, written: Sequence[Path] = ()) -> str:
-    """The verdict in one line, for one of many short fits."""
+    """Return the verdict in one line, for one of many short fits."""
     diagnosis = report.diagnosis
     cut_short = diagnosis.measurements.facts.cut_short
     details = [plural(diagnosis.stats.steps, "step"), *(str(path) for path in written if path.suffix == ".html")]
@@ -109,7 +110,7 @@ def as_line(report: Report, written: Sequence[Path] = ()) -> str:
 
 
 def _judged(diagnosis: Diagnosis) -> bool:
-    """True if there is a verdict, and steps are long enough for advice."""
+    """Return True if there is a verdict, and steps are long enough for advice."""
     return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
 
 
@@ -125,7 +126,7 @@ def _first_line(diagnosis: Diagnosis, before: Diagnosis | None = None) -> str:
 
 
 def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
-    """The sentence that withdraws the verdict of an earlier report of the same run; empty if it still holds."""
+    """Return the sentence that withdraws the verdict of an earlier report of the same run; empty if it still holds."""
     if before is None or before.bottleneck == "unknown" or _essence(before) == _essence(diagnosis):
         return ""
     verdict, _ = headline_parts(before)
@@ -135,7 +136,7 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
 
 
 def _essence(diagnosis: Diagnosis) -> tuple[str, Change | None]:
-    """The bottleneck and the first change to make."""
+    """Return the bottleneck and the first change to make."""
     return diagnosis.bottleneck, next((remedy.change for remedy in diagnosis.remedies), None)
 
 
@@ -153,13 +154,13 @@ def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[
 
 
 def as_markdown(report: Report) -> str:
-    """The whole report: verdict, step, causes, remedies, pipeline, measurements, versions."""
+    """Return the whole report: verdict, step, causes, remedies, pipeline, measurements, versions."""
     shown = (*_first_sections(report), *sections.other_sections(report))
     return _in_markdown(report, shown) + "\n"
 
 
 def short_markdown(report: Report) -> str:
-    """The verdict, the step and the remedies: short enough for a logger's text."""
+    """Return the verdict, the step and the remedies: short enough for a logger's text."""
     return _in_markdown(report, _first_sections(report))
 
 
@@ -245,7 +246,7 @@ _COLOURS: dict[Grade, str] = {
 
 
 def mark_colour(diagnosis: Diagnosis) -> str:
-    """The colour of the mark on a page, as a CSS class."""
+    """Return the colour of the mark on a page, as a CSS class."""
     others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # by other programs
     if diagnosis.bottleneck == "unknown" or others_limit:
         return "other"
@@ -255,7 +256,7 @@ def mark_colour(diagnosis: Diagnosis) -> str:
 
 
 def as_html(report: Report) -> str:
-    """A page with the verdict, the step as a stacked bar, the remedies, the pipeline, and all other findings.
+    """Return a page with the verdict, the step as a stacked bar, the remedies, the pipeline, and all other findings.
 
     The page loads nothing, and is readable in light and dark mode, on a phone and on paper. Its only script adds the
     buttons that copy code.
@@ -275,19 +276,19 @@ def as_html(report: Report) -> str:
 
 
 def in_backquotes(words: str) -> list[tuple[str, str]]:
-    """The parts of a sentence: (text, "") for text, and ("", code) for code between backquotes."""
+    """Return the parts of a sentence: (text, "") for text, and ("", code) for code between backquotes."""
     parts = enumerate(re.split("`([^`]+)`", words))
     return [("", part) if index % 2 else (part, "") for index, part in parts if part]
 
 
 def unbroken(words: str) -> str:
-    """A sentence in which no line break comes between a figure and its unit."""
+    """Return a sentence in which no line break comes between a figure and its unit."""
     units = r"%|/s\b|(?:[kMG]?B|[KMG]iB|m?s|x|CPUs?|samples?|steps?|workers?)\b"
     return re.sub(rf"(?<=\d) (?={units})", "\N{NO-BREAK SPACE}", words)
 
 
 def in_frame(page: str) -> str:
-    """A page as a frame inside another page, such as a notebook, without changing the style of that page."""
+    """Return a page as a frame inside another page, such as a notebook, without changing the style of that page."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
@@ -301,7 +302,7 @@ Diagnosis.page = lambda diagnosis: _framed(make_report(diagnosis))
 
 @cache
 def page_template(name: str) -> "Template":
-    """The Jinja template with this file name in this folder."""
+    """Return the Jinja template with this file name in this folder."""
     import jinja2  # here, because most programs that import this module write no page
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -351,7 +352,7 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
 
 
 def _is_free(path: Path, run_id: str) -> bool:
-    """True if a report of this run may be written to ``path``: there is no file, or a report of the same run."""
+    """Return True if a report of this run may be written to ``path``: there is no file, or a report of the same run."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):

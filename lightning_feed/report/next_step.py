@@ -25,7 +25,8 @@ _TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
 
 
 def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
-    """The best fix and where to make it, or else a command that measures more, or else that there is nothing to gain.
+    """Return the best fix and where to make it, or else a command that measures more, or else that there is nothing to
+    gain.
 
     Args:
         diagnosis: the verdict.
@@ -36,7 +37,7 @@ def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments
 
 
 def other_notes(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
-    """The notes that :func:`next_step` does not repeat, with the program's name in commands.
+    """Return the notes that :func:`next_step` does not repeat, with the program's name in commands.
 
     The arguments are those of :func:`next_step`.
     """
@@ -99,7 +100,7 @@ class _Program:
         return " ".join(words)
 
     def train_measured(self, *, measures: bool) -> str:
-        """The way to train with a GPUStarvationCallback, which the program itself has if it ``measures``."""
+        """Return the way to train with a GPUStarvationCallback, which the program itself has if it ``measures``."""
         if self.is_notebook:
             return "`GPUStarvationCallback()`"
         if measures:
@@ -130,11 +131,11 @@ class _Adviser:
         self.facts = diagnosis.measurements.facts
 
     def step(self) -> _Step:
-        """The next step."""
+        """Return the next step."""
         return self._to_mend_first() or self._to_try() or self._to_gain()
 
     def _to_mend_first(self) -> _Step | None:
-        """The step for a run whose fault matters more than its speed, or that has no verdict; else None."""
+        """Return the step for a run whose fault matters more than its speed, or that has no verdict; else None."""
         if self.facts.loader.repeated:
             return _Step(
                 "divide the stream in its `__iter__` by `torch.utils.data.get_worker_info()`, or use one worker"
@@ -146,7 +147,8 @@ class _Adviser:
         return None
 
     def _to_try(self) -> _Step | None:
-        """The command that tries lighter samples, or numbers of workers; None if these are no remedy, or were tried.
+        """Return the command that tries lighter samples, or numbers of workers; None if these are no remedy, or were
+        tried.
 
         A fix that was tried already comes before trials of numbers of workers.
         """
@@ -160,7 +162,7 @@ class _Adviser:
         return _Step(self._tune("tries numbers of workers if samples stay the same, and takes the fastest"))
 
     def _to_gain(self) -> _Step:
-        """The first fix; else what can be said of the bottleneck."""
+        """Return the first fix; else what can be said of the bottleneck."""
         diagnosis = self.diagnosis
         if diagnosis.remedies:
             return _Step(self._in_place() or _fix(diagnosis.remedies[0]))
@@ -173,30 +175,32 @@ class _Adviser:
         return self._first_note(_WITHOUT_NOTE[diagnosis.bottleneck])
 
     def _should_try_lighter_samples(self) -> bool:
-        """True for a fit whose workers take all CPUs, while other settings may make its samples with less work."""
+        """Return True for a fit whose workers take all CPUs, while other settings may make its samples with less
+        work."""
         return self._cpus_are_busy() and may_try_lighter_samples(self.measured)
 
     def _cpus_are_busy(self) -> bool:
-        """True if making batches on the CPU is the bottleneck, and workers take all CPUs already."""
+        """Return True if making batches on the CPU is the bottleneck, and workers take all CPUs already."""
         is_made_on_cpu = self.diagnosis.bottleneck == "data" and self.diagnosis.cause in MADE_ON_CPU
         return is_made_on_cpu and workers_fill_cpus(self.measured)
 
     def words(self, note: Note) -> str:
-        """The sentence of a note, with the command for this program."""
+        """Return the sentence of a note, with the command for this program."""
         return words(note, self.measured, diagnose=self._command())
 
     def _repeat(self, note: Note) -> _Step:
         return _Step(self.words(note), note)
 
     def _notes(self) -> list[Note]:
-        """The notes with advice: all except the note on the time that validation and checkpoints take."""
+        """Return the notes with advice: all except the note on the time that validation and checkpoints take."""
         return [note for note in self.diagnosis.notes if note.kind != "share of the run"]
 
     def _first_note(self, otherwise: str) -> _Step:
         return next(map(self._repeat, self._notes()), _Step(otherwise))
 
     def _rest_may_limit(self) -> bool:
-        """True for a diagnosis that hardly waited for data, and did not run parts of the fit, which may be to blame."""
+        """Return True for a diagnosis that hardly waited for data, and did not run parts of the fit, which may be to
+        blame."""
         return any(note.kind == "left out of the fit" for note in self.diagnosis.notes)
 
     def _measure_the_rest(self) -> str:
@@ -205,13 +209,14 @@ class _Adviser:
         return f"nothing in loading; {training} measures what was left out here ({left_out})"
 
     def _in_place(self) -> str:
-        """The command that tries batches in place, if these are the first fix and can be tried; else empty."""
+        """Return the command that tries batches in place, if these are the first fix and can be tried; else empty."""
         if self.diagnosis.remedies[0].change != IN_PLACE or not may_be_tuned(self.facts):
             return ""
         return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
 
     def _tune(self, what: str) -> str:
-        """The command that tries the loader's settings: in training, or before it if training is too short for that."""
+        """Return the command that tries the loader's settings: in training, or before it if training is too short for
+        that."""
         if self.program.is_notebook or not self.program.name:
             return f"{_TUNE}: it {what}"
         if self._is_short():
@@ -220,7 +225,7 @@ class _Adviser:
         return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
 
     def _is_short(self) -> bool:
-        """True if the whole run is too short for trials in it to return what they take."""
+        """Return True if the whole run is too short for trials in it to return what they take."""
         wall = self.measured.wall
         left_s = self.facts.trainer.left_s
         return wall is not None and left_s is not None and wall.run_s + left_s < LEAST_S
@@ -274,7 +279,7 @@ class _Adviser:
         return _Step(f"make a batch with less work{part}: no loader setting is known to help")
 
     def _workers_in_vain(self) -> bool:
-        """True if more workers were tried, and gained nothing."""
+        """Return True if more workers were tried, and gained nothing."""
         return any(reason.kind == "more workers in vain" for reason in self.diagnosis.why_not)
 
     def _ask_more(self) -> _Step:
@@ -322,20 +327,22 @@ class _Adviser:
         return _Step(f"`{self._command()}`{how} {what}", _DIAGNOSIS)
 
     def _command(self) -> str:
-        """The command, or in a notebook the call, that diagnoses the same training."""
+        """Return the command, or in a notebook the call, that diagnoses the same training."""
         if self.program.is_notebook:
             return "lightning_feed.diagnose(trainer, model)"
         return f"{self._few_threads()}lightning-feed diagnose {self.program.quoted}{self.program.passed}"
 
     def _few_threads(self) -> str:
-        """The environment variable that keeps torch's threads as few as in this run, if other programs use the CPUs."""
+        """Return the environment variable that keeps torch's threads as few as in this run, if other programs use the
+        CPUs."""
         threads = self.facts.torch_threads
         if threads is None or not self._shares_cpus() or threads >= (self.facts.usable_cpus or 1):
             return ""
         return f"OMP_NUM_THREADS={threads} "
 
     def _fewer_threads(self) -> _Step | None:
-        """The advice to use fewer threads, if torch uses more threads than other programs leave CPUs free; else None.
+        """Return the advice to use fewer threads, if torch uses more threads than other programs leave CPUs free; else
+        None.
 
         On a CPU, torch's threads wait for each other at each operation, so all wait for the thread that lacks a CPU
         (``benchmarks/threads.py``).
@@ -355,7 +362,7 @@ class _Adviser:
         return _Step(f"try `{fewer}`, since torch's {threads} threads wait for each other")
 
     def _shares_cpus(self) -> bool:
-        """True if the model runs on CPUs that other programs use, too."""
+        """Return True if the model runs on CPUs that other programs use, too."""
         return self.facts.crowded and self.facts.device_type == "cpu"
 
 

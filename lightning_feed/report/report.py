@@ -96,13 +96,13 @@ class Report:
         return f"<Report of {self.written_at}: {headline(self.diagnosis)}>"
 
     def _repr_html_(self) -> str | None:
-        """The page for a notebook; None if the module ``report.files`` was not imported."""
+        """Return the page for a notebook; None if the module ``report.files`` was not imported."""
         make_page = type(self).page
         return make_page and make_page(self)
 
 
 def read_environment(root: Path = Path("/")) -> Environment:
-    """Versions of the installed packages, and the limits of this process.
+    """Return the versions of the installed packages, and the limits of this process.
 
     The GPU is named only if CUDA is initialized already, because asking for its name would initialize CUDA.
 
@@ -138,7 +138,7 @@ _OURS = ("lightning-feed", "lightning_feed")
 
 
 def read_identity(folder: str = "") -> RunIdentity:
-    """The identity of a run that begins in this process.
+    """Return the identity of a run that begins in this process.
 
     Args:
         folder: name of the run's folder.
@@ -149,7 +149,7 @@ def read_identity(folder: str = "") -> RunIdentity:
 
 
 def read_program() -> str:
-    """The program that runs in this process, as in :attr:`RunIdentity.program`."""
+    """Return the program that runs in this process, as in :attr:`RunIdentity.program`."""
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         return "notebook"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -163,7 +163,7 @@ _LONGEST_ARGUMENTS = 60
 
 
 def arguments_now() -> str:
-    """The arguments of this process, as they are typed in a shell; if they are long, ``SAME ARGUMENTS``."""
+    """Return the arguments of this process, as they are typed in a shell; if they are long, ``SAME ARGUMENTS``."""
     arguments = shlex.join(sys.argv[1:])
     if len(arguments) > _LONGEST_ARGUMENTS:
         return "SAME ARGUMENTS"
@@ -171,7 +171,7 @@ def arguments_now() -> str:
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
-    """Samples per second at a step time; None if either argument is not known, or the step took no time."""
+    """Return the samples per second at a step time; None if either argument is not known, or the step took no time."""
     if not step_ms or batch_size is None:
         return None
     return 1000 * batch_size / step_ms
@@ -198,7 +198,7 @@ _OF_THE_RUN = ("validation", "checkpoints")
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The verdict in a line; ``no verdict`` if too little was measured, ``cannot tell`` on a busy machine."""
+    """Return the verdict in a line; ``no verdict`` if too little was measured, ``cannot tell`` on a busy machine."""
     verdict, share = headline_parts(diagnosis)
     if not share:
         return verdict
@@ -208,7 +208,8 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The verdict, and in words the share of time that supports it; the second is empty if there is no such share."""
+    """Return the verdict, and in words the share of time that supports it; the second is empty if there is no such
+    share."""
     stats = diagnosis.stats
     facts = diagnosis.measurements.facts
     if facts.loader.repeated:
@@ -253,7 +254,7 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
 
 
 def is_toy(diagnosis: Diagnosis) -> bool:
-    """True for steps so short that Python takes most of them: there is no advice to give."""
+    """Return True for steps so short that Python takes most of them: there is no advice to give."""
     facts = diagnosis.measurements.facts
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     is_faulty = facts.loader.repeated or facts.cut_short is not None  # a fault matters more than short steps
@@ -261,14 +262,14 @@ def is_toy(diagnosis: Diagnosis) -> bool:
 
 
 def should_try_workers(diagnosis: Diagnosis) -> bool:
-    """True if waiting for batches that take time to make is the bottleneck, and more workers, which were not tried, may
-    help."""
+    """Return True if waiting for batches that take time to make is the bottleneck, and more workers, which were not
+    tried, may help."""
     return diagnosis.bottleneck == "data" and may_try_workers(diagnosis.measurements, diagnosis.cause)
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:
-    """True if the training process itself loads, and workers are no remedy and not to be tried. Loading and training
-    then take turns, and neither is the bottleneck."""
+    """Return True if the training process itself loads, and workers are no remedy and not to be tried. Loading and
+    training then take turns, and neither is the bottleneck."""
     loads_itself = diagnosis.measurements.facts.loader.num_workers == 0
     workers_help = any(remedy.sets("num_workers") for remedy in diagnosis.remedies)
     may_help = workers_help or should_try_workers(diagnosis)
@@ -276,7 +277,8 @@ def takes_turns(diagnosis: Diagnosis) -> bool:
 
 
 def trust(diagnosis: Diagnosis) -> str:
-    """The confidence in the verdict, in words: ``95 % CI 32-36, confidence high, 412 steps after 20 of warm-up``.
+    """Return the confidence in the verdict, in words: ``95 % CI 32-36, confidence high, 412 steps after 20 of
+    warm-up``.
 
     The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
     ranks, the first batch of an epoch, validation, or checkpoints. It is also left out if it has no width.
@@ -292,7 +294,7 @@ def trust(diagnosis: Diagnosis) -> str:
 
 
 def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
-    """The share of time that training waits for data, in words."""
+    """Return the share of time that training waits for data, in words."""
     measured = diagnosis.measurements
     basis = _basis(diagnosis)
     shares = shares_of(measured)
@@ -327,7 +329,8 @@ def _waits_of_ranks(ranks: RankStats) -> str:
 
 
 def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
-    """The waiting that decides the grade: in this rank's steps, in all ranks' steps, or for epochs' first batches."""
+    """Return the waiting that decides the grade: in this rank's steps, in all ranks' steps, or for epochs' first
+    batches."""
     ranks = diagnosis.measurements.ranks
     if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
         return "ranks"
@@ -342,7 +345,7 @@ def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
 
 
 def _steps_explain_the_grade(diagnosis: Diagnosis) -> bool:
-    """True if the grade follows from the waiting in this rank's steps, or if nothing else is known."""
+    """Return True if the grade follows from the waiting in this rank's steps, or if nothing else is known."""
     starved_pct = diagnosis.stats.starved_pct
     if starved_pct is None:
         return True
@@ -353,7 +356,7 @@ def _steps_explain_the_grade(diagnosis: Diagnosis) -> bool:
 
 
 def fastest(diagnosis: Diagnosis) -> str:
-    """The speed-up that can be reached at most, in words; empty if not known."""
+    """Return the speed-up that can be reached at most, in words; empty if not known."""
     factor = speedup(diagnosis)
     if factor is None:
         return ""
@@ -365,7 +368,7 @@ def fastest(diagnosis: Diagnosis) -> str:
 
 
 def best_speedup(diagnosis: Diagnosis) -> float | None:
-    """The largest speed-up factor that the remedies can give together; None if none has a bound."""
+    """Return the largest speed-up factor that the remedies can give together; None if none has a bound."""
     step_ms = diagnosis.stats.step_ms
     factors = []
     for remedy in diagnosis.remedies:
@@ -379,7 +382,7 @@ def best_speedup(diagnosis: Diagnosis) -> float | None:
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
-    """The speed-up factor if training never waited for data, by the share in the headline; None if not known."""
+    """Return the speed-up factor if training never waited for data, by the share in the headline; None if not known."""
     measured = diagnosis.measurements
     stats = measured.stats
     basis = _basis(diagnosis)
@@ -398,7 +401,7 @@ def speedup(diagnosis: Diagnosis) -> float | None:
 
 
 def start_ms_per_step(diagnosis: Diagnosis) -> float | None:
-    """The share of a step in the start of its epoch, if the headline counts starts; else None."""
+    """Return the share of a step in the start of its epoch, if the headline counts starts; else None."""
     batches = diagnosis.measurements.facts.batches_per_epoch
     start_s = diagnosis.stats.epoch_start_s
     if _basis(diagnosis) != "epochs" or not batches or start_s is None:
@@ -407,7 +410,7 @@ def start_ms_per_step(diagnosis: Diagnosis) -> float | None:
 
 
 def cause_text(diagnosis: Diagnosis) -> str:
-    """The cause in a word or two; empty if not known, or if it is the same word as the bottleneck."""
+    """Return the cause in a word or two; empty if not known, or if it is the same word as the bottleneck."""
     if diagnosis.cause in ("unknown", diagnosis.bottleneck):
         return ""
     return diagnosis.cause

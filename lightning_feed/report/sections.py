@@ -78,7 +78,7 @@ class Pipeline(NamedTuple):
 
 
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
-    """The pipeline, as far as experiments have measured it; None if no stage or part was measured."""
+    """Return the pipeline, as far as experiments have measured it; None if no stage or part was measured."""
     measured = diagnosis.measurements
     results = measured.experiments
     sizes = (results.batch_size, measured.facts.loader.batch_size)
@@ -105,7 +105,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
 
 
 def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
-    """The pipeline as bars of characters, a line for each."""
+    """Return the pipeline as bars of characters, a line for each."""
     leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, "}
     beside = _RATE + _TIME + 2 + 2 + _REMARK  # the rate, the time, the spaces around the bar, and the remark
     names = [_short(leads[bar.kind] + bar.name, width - beside - _FEWEST_CHARACTERS) for bar in pipeline.bars]
@@ -139,7 +139,8 @@ def _short(name: str, longest: int) -> str:
 
 
 def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> list[_Row]:
-    """Bars for reading, decoding and the transforms: the rate of the workers if they did only this part of the work.
+    """Return the bars for reading, decoding and the transforms: the rate of the workers if they did only this part of
+    the work.
 
     Assumes that each worker runs at full speed as long as there is a CPU for it.
     """
@@ -158,7 +159,7 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
 
 
 def _part_of(cost: NamedCost) -> str:
-    """The bar to which a cost belongs."""
+    """Return the bar to which a cost belongs."""
     step = step_of(cost.name)
     return step if step in NOT_TRANSFORMS else "transforms"
 
@@ -183,7 +184,7 @@ def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
 
 
 def _slowest_of(bars: list[Bar], kind: Kind) -> Bar | None:
-    """The bar with the lowest rate among bars of this kind; None if there are fewer than two."""
+    """Return the bar with the lowest rate among bars of this kind; None if there are fewer than two."""
     of_kind = [bar for bar in bars if bar.kind == kind]
     if len(of_kind) < 2:
         return None
@@ -208,7 +209,8 @@ class CodeLine(NamedTuple):
 
 
 def folded(line: str, width: int, indent: str = "      ") -> str:
-    """A line of prose, broken to fit the width, but never inside a word, code in backquotes, or a figure in %."""
+    """Return a line of prose, broken to fit the width, but never inside a word, code in backquotes, or a figure in
+    %."""
     kept = re.sub(r"`[^`]*`|\d %", lambda code: code[0].replace(" ", "\0"), line)
     broken = textwrap.fill(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return broken.replace("\0", " ")
@@ -245,7 +247,7 @@ class Section:
     """True if a page shows only the title until the reader opens the section."""
 
     def console_lines(self, width: int) -> Iterator[str]:
-        """The lines for the console, broken to fit the width."""
+        """Yield the lines for the console, broken to fit the width."""
         if self.pipeline is not None:
             yield from ("", *pipeline_text(self.pipeline, width))
         elif isinstance(self.console, str):
@@ -262,7 +264,7 @@ class Section:
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The section on the parts of a step."""
+    """Yield the section on the parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         end = f"        {fastest(diagnosis)}"
@@ -273,7 +275,7 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 def _parts_section(
     what: str, stats: StarvationStats, *, copies: bool, start_ms: float | None = None, end: str
 ) -> Section:
-    """The measured parts of a step as they follow each other on the device; they add up to the step.
+    """Return the measured parts of a step as they follow each other on the device; they add up to the step.
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``. Where starts of epochs count,
     each step has its share of them.
@@ -310,7 +312,7 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
-    """Sections on the parts of the run and of its validation."""
+    """Yield the sections on the parts of the run and of its validation."""
     wall = measured.wall
     validation = measured.validation
     by_loader = measured.by_loader
@@ -356,7 +358,7 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 
 
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
-    """Sections for the causes, the remedies, and the notes that the next step does not repeat."""
+    """Yield the sections for the causes, the remedies, and the notes that the next step does not repeat."""
     measured = diagnosis.measurements
     causes = list(filter(None, [cause_text(diagnosis)]))
     evidence = [words(note, measured) for note in diagnosis.evidence]
@@ -396,13 +398,13 @@ _EFFECTS: dict[Effect, str] = {
 
 
 def _why(remedy: Remedy, measured: Measurements) -> str:
-    """The reasons why a remedy helps, and its other effects."""
+    """Return the reasons why a remedy helps, and its other effects."""
     reasons = [words(note, measured) for note in remedy.why]
     return "; ".join([*reasons, *(_EFFECTS[effect] for effect in remedy.effects)])
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
-    """The largest possible gain of a remedy, or its step times in trials, in words; empty if unknown."""
+    """Return the largest possible gain of a remedy, or its step times in trials, in words; empty if unknown."""
     if remedy.tried_ms is not None:
         own_ms, new_ms = remedy.tried_ms
         return f"tried: {in_ms(own_ms, own_ms)} -> {in_ms(new_ms, own_ms)} ms a step"
@@ -432,7 +434,7 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
 
 
 def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The section on the pipeline from disk to model."""
+    """Yield the section on the pipeline from disk to model."""
     pipeline = read_pipeline(diagnosis)
     if pipeline is None:
         return
@@ -441,7 +443,7 @@ def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def measured_sections(measured: Measurements) -> Iterator[Section]:
-    """Sections for hooks, ranks, workers and the results of experiments, as far as they were measured."""
+    """Yield the sections for hooks, ranks, workers and the results of experiments, as far as they were measured."""
     hooks = [(hook.name, f"{hook.ms_per_step:.2f}") for hook in measured.hooks]
     yield from _table("Slowest hooks", hooks, ("hook or logger", "ms a step"))
     if measured.ranks is not None:
@@ -461,7 +463,7 @@ def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "")
 
 
 def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
-    """Rows (name, figure as text) from tuples (name, figure, format), without unknown figures."""
+    """Return the rows (name, figure as text) from tuples (name, figure, format), without unknown figures."""
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
@@ -545,7 +547,7 @@ def _key_rows(keys: tuple[KeyBytes, ...]) -> list[Row]:
 
 
 def other_sections(report: Report) -> Iterator[Section]:
-    """The sections of a page below the step and the advice."""
+    """Yield the sections of a page below the step and the advice."""
     diagnosis = report.diagnosis
     yield from pipeline_sections(diagnosis)
     yield from time_sections(diagnosis.measurements)
@@ -608,7 +610,7 @@ def _size(size_bytes: int | None) -> str | None:
 
 
 def _known(*rows: tuple[str, str | int | None]) -> list[Row]:
-    """Rows (name, value as text) without unknown values."""
+    """Return the rows (name, value as text) without unknown values."""
     words = {True: "yes", False: "no"}
     return [
         (name, words[value] if isinstance(value, bool) else str(value)) for name, value in rows if value is not None

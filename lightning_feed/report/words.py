@@ -42,7 +42,7 @@ _PAGEABLE = "batches are in pageable memory, so the host has to wait while they 
 
 
 def in_ms(value: float | None, step_ms: float) -> str:
-    """Milliseconds as text, with two decimals for short steps."""
+    """Return the milliseconds as text, with two decimals for short steps."""
     if value is None:
         return UNKNOWN
     decimals = 1 if step_ms >= _SHORT_STEP_MS else 2
@@ -50,14 +50,14 @@ def in_ms(value: float | None, step_ms: float) -> str:
 
 
 def toy_sentence(step_ms: float | None) -> str | None:
-    """The one sentence about steps so short that Python dominates them; None for longer steps."""
+    """Return the one sentence about steps so short that Python dominates them; None for longer steps."""
     if not is_toy_step(step_ms):
         return None
     return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."
 
 
 def words(note: Note, measured: Measurements, *, diagnose: str = DIAGNOSE) -> str:
-    """The sentence of a note, without a full stop.
+    """Return the sentence of a note, without a full stop.
 
     Args:
         note: the note.
@@ -116,20 +116,20 @@ class _Values:
         self._note = note
 
     def has(self, name: str) -> bool:
-        """True if a figure or a name is known."""
+        """Return True if a figure or a name is known."""
         return self._note.figures.get(name) is not None or bool(self._note.names.get(name))
 
     def if_known(self, name: str, form: str, otherwise: str = "") -> str:
-        """A form for a figure or a name that is known."""
+        """Return a form for a figure or a name that is known."""
         return form if self.has(name) else otherwise
 
     def figure(self, name: str) -> float:
-        """A figure that is known, or 0."""
+        """Return a figure that is known, or 0."""
         figure = self._note.figures.get(name) or 0.0
         return figure if math.isfinite(figure) else 0.0
 
     def word(self, name: str, table: dict[str, str]) -> str:
-        """The words in a table for a name; unknown for any other name, which must not become a form itself."""
+        """Return the words in a table for a name; unknown for any other name, which must not become a form itself."""
         return table.get(self._note.names.get(name, ""), UNKNOWN)
 
 
@@ -242,7 +242,7 @@ def _threads_wait(values: _Values, measured: Measurements) -> str:
 
 
 def share_text(measured: Measurements) -> str:
-    """Words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
+    """Return the words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
 
     Checkpoints are added if they take much time.
     """

@@ -40,7 +40,7 @@ class SampleSource(Protocol):
         """Labels of all samples, shape (n,)."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def read(self, index: int) -> Encoded:
         """Return the data of sample ``index``.
@@ -152,7 +152,7 @@ def walk(top: str) -> Iterator["os.DirEntry[str]"]:
 
 
 def is_pack(path: str | Path) -> bool:
-    """True if ``path`` is a pack. Checks only that the manifest exists."""
+    """Return True if ``path`` is a pack. Checks only that the manifest exists."""
     return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - also False if access fails
 
 
@@ -235,7 +235,7 @@ def _images_below(root: Path, name: str) -> list[bytes]:
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """True for a file, or for a broken link: reading such a link raises an error with its name."""
+    """Return True for a file, or for a broken link: reading such a link raises an error with its name."""
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
         return True
     logger.warning("%s is neither a file nor a folder, so it is not a sample. Move it away.", printable(entry.path))

@@ -16,7 +16,7 @@ SPLITS = tuple(_FOLDERS)
 
 
 def has_splits(root: Path) -> bool:
-    """True if the folder has split folders, of which ``train`` is required, instead of class folders."""
+    """Return True if the folder has split folders, of which ``train`` is required, instead of class folders."""
     return (root / "train").is_dir()
 
 

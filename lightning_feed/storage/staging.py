@@ -76,7 +76,7 @@ class StagedCopy:
 
 
 def is_url(source: str | os.PathLike[str]) -> bool:
-    """True for a URL of fsspec, such as ``s3://bucket/birds``."""
+    """Return True for a URL of fsspec, such as ``s3://bucket/birds``."""
     return "://" in os.fspath(source)
 
 

@@ -50,12 +50,12 @@ def record_stream(batch: object, stream: Any) -> None:
 
 
 def off_host(batch: object) -> bool:
-    """True if any tensor in ``batch`` is outside host memory."""
+    """Return True if any tensor in ``batch`` is outside host memory."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
 def bytes_off_host(batch: object) -> int:
-    """Bytes of the tensors in ``batch`` that are outside host memory."""
+    """Return the bytes of the tensors in ``batch`` that are outside host memory."""
     return sum(tensor.nbytes for tensor in tensors(batch) if tensor.device.type != "cpu")
 
 

@@ -65,7 +65,7 @@ class SideStream:
         """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""
 
     def is_capturing(self) -> bool:
-        """True while a graph is captured on the compute stream: no other work may be issued then."""
+        """Return True while a graph is captured on the compute stream: no other work may be issued then."""
         return False
 
 
@@ -147,7 +147,7 @@ class DeviceStream(SideStream):
         return batches > MOST_AHEAD or (batches > RUN_AHEAD and nbytes > RUN_AHEAD_BYTES)
 
     def is_capturing(self) -> bool:
-        """True while a graph is captured on the compute stream: no other work may be issued then."""
+        """Return True while a graph is captured on the compute stream: no other work may be issued then."""
         is_capturing = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu got graphs only recently
         return is_capturing is not None and bool(is_capturing())
 

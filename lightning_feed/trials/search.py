@@ -272,12 +272,13 @@ class _Search:
 
     @staticmethod
     def _is_faster_in_each_turn(best: Trial, own: Trial) -> bool:
-        """True if a setting was faster than the user's own in each turn that both had."""
+        """Return True if a setting was faster than the user's own in each turn that both had."""
         turns = zip(best.steps_s, own.steps_s, strict=False)
         return all(best_s + best.start_share_s < own_s + own.start_share_s for best_s, own_s in turns)
 
     def _unlikeness(self, trial: Trial) -> float:
-        """Factor by which the last turn of a trial of the user's setting differs from steps of training itself."""
+        """Return the factor by which the last turn of a trial of the user's setting differs from steps of training
+        itself."""
         measured_s = self._space.own_s
         if measured_s is None or not trial.steps_s:
             return 1.0
@@ -308,17 +309,17 @@ class _Search:
         return self._try(self._with_workers(number))
 
     def _with_workers(self, number: int) -> Setting:
-        """The user's setting with a number of workers, and with batches in place if possible."""
+        """Return the user's setting with a number of workers, and with batches in place if possible."""
         setting = self._space.own.with_workers(number)
         return replace(setting, in_place=self._space.in_place and number > 0)
 
     def _by_number(self) -> dict[int, Trial]:
-        """Number of workers -> its fastest trial. Numbers that could not run are left out."""
+        """Return the number of workers -> its fastest trial. Numbers that could not run are left out."""
         trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 
     def _is_fed(self, trial: Trial) -> bool:
-        """True if training never waits for data within an epoch."""
+        """Return True if training never waits for data within an epoch."""
         return trial.running_s <= ALIKE * self._space.model_s
 
     def _smallest_of_the_fastest(self) -> Trial | None:
@@ -329,7 +330,7 @@ class _Search:
         return min((trial for trial in trials if trial.step_s <= limit_s), key=lambda trial: _size(trial.setting))
 
     def _finalists(self) -> list[Setting]:
-        """The settings that compete: the user's, the smallest as fast as the fastest, and others nearly as fast.
+        """Return the settings that compete: the user's, the smallest as fast as the fastest, and others nearly as fast.
 
         The user's setting does not compete if it is much slower than the fastest.
         """
@@ -347,14 +348,16 @@ class _Search:
     # --- what to try next ---------------------------------------------------------------------------------------------
 
     def _enough_workers(self, alone_s: float) -> int:
-        """The number of workers that could feed the model if one needs ``alone_s`` for a batch; at most one per CPU."""
+        """Return the number of workers that could feed the model if one needs ``alone_s`` for a batch; at most one per
+        CPU."""
         enough = max(1, round(self._space.cpus))
         if alone_s < enough * self._space.model_s:
             enough = math.ceil(alone_s / self._space.model_s)
         return max(1, min(enough, self._most))
 
     def _growing_numbers(self, first: int) -> Iterator[int]:
-        """Numbers of workers that double from ``first`` to the largest allowed, with the number of CPUs in between."""
+        """Yield the numbers of workers that double from ``first`` to the largest allowed, with the number of CPUs in
+        between."""
         cpus = max(1, round(self._space.cpus))
         number = first
         while number <= self._most:
@@ -365,7 +368,8 @@ class _Search:
             yield self._most
 
     def _around_the_fastest(self) -> Iterator[int]:
-        """Numbers of workers halfway between the fastest and the nearest tried numbers, until these are close."""
+        """Yield the numbers of workers halfway between the fastest and the nearest tried numbers, until these are
+        close."""
         for _ in range(REFINEMENTS):
             trials = self._by_number()
             numbers = sorted(number for number in trials if number)
@@ -381,7 +385,8 @@ class _Search:
             yield untried[0]
 
     def _below_the_smallest(self) -> int | None:
-        """A number of workers to try: between the smallest as fast as the fastest, and the next smaller one tried.
+        """Return a number of workers to try: between the smallest as fast as the fastest, and the next smaller one
+        tried.
 
         Returns None if there is nothing to try between the two.
         """
@@ -395,7 +400,7 @@ class _Search:
 
 
 def _middles_around(fastest: int, numbers: list[int]) -> list[int]:
-    """The middles between a number and its neighbours: the next larger one, then the next smaller one."""
+    """Return the middles between a number and its neighbours: the next larger one, then the next smaller one."""
     position = numbers.index(fastest)
     middles = [_middle(fastest, above) for above in numbers[position + 1 : position + 2]]
     middles += [_middle(below, fastest) for below in numbers[max(0, position - 1) : position]]
@@ -403,7 +408,7 @@ def _middles_around(fastest: int, numbers: list[int]) -> list[int]:
 
 
 def _middle(low: int, high: int) -> int | None:
-    """The geometric middle of two numbers of workers; None if they are close to each other."""
+    """Return the geometric middle of two numbers of workers; None if they are close to each other."""
     middle = round(math.sqrt(low * high))
     if low < middle < high and high > GAP * low:
         return middle
@@ -411,10 +416,10 @@ def _middle(low: int, high: int) -> int | None:
 
 
 def _in_ms(trial: Trial) -> str:
-    """The step times of all turns: ``31.2, 45.0, 33.1 ms``."""
+    """Return the step times of all turns: ``31.2, 45.0, 33.1 ms``."""
     return ", ".join(f"{1e3 * step_s:.3g}" for step_s in trial.steps_s) + " ms"
 
 
 def _size(setting: Setting) -> tuple[int, int]:
-    """The sort key of a setting: number of workers, then prefetch factor."""
+    """Return the sort key of a setting: number of workers, then prefetch factor."""
     return setting.num_workers, setting.prefetch_factor or 0

@@ -43,7 +43,7 @@ class TimeLeft:
         return self.seconds >= LEAST_S
 
     def budget_s(self, gain: float) -> float:
-        """Seconds that the trials may take in all.
+        """Return the seconds that the trials may take in all.
 
         Args:
             gain: share of a step that the fastest setting so far saves, from 0 to 1.

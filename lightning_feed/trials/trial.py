@@ -93,7 +93,7 @@ class SettingLimits:
         return self._too_many_files(workers, batches, tensors)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
-        """Memory of a worker process, measured if possible."""
+        """Return the memory of a worker process, measured if possible."""
         measured = [
             trial.memory_bytes // trial.setting.num_workers
             for trial in trials
@@ -112,7 +112,7 @@ class SettingLimits:
 
 
 def _largest(values: Iterable[int | None]) -> int:
-    """The largest known value; 0 if none is known."""
+    """Return the largest known value; 0 if none is known."""
     return max(filter(None, values), default=0)
 
 
@@ -267,11 +267,13 @@ class _Steps:
         return self._measured_s() >= limits.min_s and self._measured_batches() >= limits.min_rounds * self._burst
 
     def _first(self) -> int:
-        """Position of the batch with which measuring begins: after one round, or sooner if there are few batches."""
+        """Return the position of the batch with which measuring begins: after one round, or sooner if there are few
+        batches."""
         return min(self._burst, max(0, len(self._stamps_s) - 2))
 
     def _measured_batches(self) -> int:
-        """Number of batches in complete rounds since measuring began; of all batches if no round is complete."""
+        """Return the number of batches in complete rounds since measuring began; of all batches if no round is
+        complete."""
         batches = max(0, len(self._stamps_s) - 1 - self._first())
         return batches // self._burst * self._burst or batches
 

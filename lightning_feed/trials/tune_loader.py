@@ -132,7 +132,7 @@ class Tuned:
     None if none was."""
 
     def trial_of(self, setting: Setting) -> Trial | None:
-        """The trial with the workers of a setting; None if these were not tried, or could not run."""
+        """Return the trial with the workers of a setting; None if these were not tried, or could not run."""
         wanted = _what_is_tried(setting)
         return next((trial for trial in self.trials if _what_is_tried(trial.setting) == wanted and trial.steps_s), None)
 
@@ -150,7 +150,7 @@ class Tuned:
         return trial.step_s
 
     def in_words(self, trial: Trial) -> str:
-        """The result of a trial: a step time, or the rate of the loader alone."""
+        """Return the result of a trial: a step time, or the rate of the loader alone."""
         if not trial.steps_s:
             return f"could not run: {trial.infeasible}"
         if self.work.step_s > 0:
@@ -161,7 +161,7 @@ class Tuned:
         return f"<Tuned: {self.setting}; {self.reason}>"
 
     def _repr_html_(self) -> str:
-        """The result as HTML, for a notebook."""
+        """Return the result as HTML, for a notebook."""
         rows = [
             f"<tr><td>{escape(str(trial.setting))}</td><td>{escape(self.in_words(trial))}</td></tr>"
             for trial in self.trials
@@ -170,7 +170,7 @@ class Tuned:
 
 
 def _what_is_tried(setting: Setting) -> Setting:
-    """A setting with default values for ``pin_memory`` and ``persistent_workers``, which no trial changes."""
+    """Return a setting with default values for ``pin_memory`` and ``persistent_workers``, which no trial changes."""
     return replace(setting, pin_memory=False, persistent_workers=False)
 
 
@@ -281,7 +281,8 @@ class _Run:
         )
 
     def _alone(self, own: Setting) -> Trial | None:
-        """The trial of making batches without workers, if these may take CPUs from a model that computes on them."""
+        """Return the trial of making batches without workers, if these may take CPUs from a model that computes on
+        them."""
         if self.goal.own_step_s is None or not own.num_workers or self.goal.device_type != "cpu":
             return None
         if self._rehearsal.refusal is not None:
@@ -314,7 +315,7 @@ class _Run:
         return LoaderError("No setting of the loader could be run: " + "; ".join(failures))
 
     def _limits_in_words(self, choice: Choice, why_none: str) -> Iterator[str]:
-        """The limits of the search, for the reason."""
+        """Yield the limits of the search, for the reason."""
         if self._rehearsal.refusal is not None:
             yield f"other numbers of workers were not tried: {self._rehearsal.refusal}"
         if why_none:
@@ -328,7 +329,7 @@ class _Run:
             yield f"in place, {copy}, counts as hidden until training itself has shown it"
 
     def _pinned(self, chosen: Setting, own: Setting) -> Setting:
-        """The chosen setting, with ``pin_memory``, which no trial changes, set as well."""
+        """Return the chosen setting, with ``pin_memory``, which no trial changes, set as well."""
         if chosen == own:
             return chosen
         return replace(chosen, pin_memory=own.pin_memory or self.goal.device_type in PINNING_DEVICES)
@@ -356,7 +357,7 @@ class _Run:
         return trial
 
     def _budget_s(self) -> float:
-        """Seconds for all trials, which grow with the gain of the fastest setting so far."""
+        """Return the seconds for all trials, which grow with the gain of the fastest setting so far."""
         if self.goal.time_left is None:
             return self.goal.budget_s
         gain = 0.0
@@ -371,12 +372,12 @@ class _Run:
 
 
 def is_busy(others: CpuShare, machine: Machine) -> bool:
-    """True if other programs have used the CPUs since an object was made that watches them."""
+    """Return True if other programs have used the CPUs since an object was made that watches them."""
     return (others.others_pct(machine.usable_cpus) or 0.0) >= OTHERS_PCT
 
 
 def _best_in_place(trials: Sequence[Trial], own: Setting) -> Setting | None:
-    """The smallest of the fastest settings with batches in place: see :attr:`Tuned.in_place`. None if none was
+    """Return the smallest of the fastest settings with batches in place: see :attr:`Tuned.in_place`. None if none was
     tried."""
     if own.in_place or not own.num_workers:
         return None
@@ -442,7 +443,8 @@ class Store:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
     def may_know(self, key: Key) -> bool:
-        """True if there is a result for the same conditions but for the samples, which only a rehearsal tells."""
+        """Return True if there is a result for the same conditions but for the samples, which only a rehearsal
+        tells."""
         return any(self.folder.glob(f"{_digest(_without_samples(key))}-*.json"))
 
     def _path(self, key: Key) -> Path:
@@ -493,7 +495,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, rehearsal: R
 
 
 def _tuned(saved: dict[str, Any]) -> Tuned:
-    """The result in a saved document."""
+    """Return the result in a saved document."""
     values = dict(saved)
     values["setting"] = Setting(**saved["setting"])
     values["own"] = Setting(**saved["own"])
@@ -511,7 +513,7 @@ def _trial(saved: dict[str, Any]) -> Trial:
 
 
 def _data(loader: DataLoader[Batch]) -> list[list[object]]:
-    """Class, length and transforms of a dataset, and of the datasets inside it."""
+    """Return the class, length and transforms of a dataset, and of the datasets inside it."""
     dataset: AnyDataset = loader.dataset
     parts: list[list[object]] = []
     while dataset is not None and len(parts) < _NESTED:

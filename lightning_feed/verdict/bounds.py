@@ -10,22 +10,23 @@ from lightning_feed.verdict.shares import Shares, model_alone_ms
 
 
 def without(shares: Shares, part_ms: float) -> float:
-    """Step time if a part that takes ``part_ms`` is saved."""
+    """Return the step time if a part that takes ``part_ms`` is saved."""
     return max(0.0, shares.step_ms - max(0.0, part_ms))
 
 
 def loads_in_turn(facts: LoopFacts) -> bool:
-    """True if the training process itself loads, so that loading and training take turns."""
+    """Return True if the training process itself loads, so that loading and training take turns."""
     return facts.loader.num_workers == 0
 
 
 def data_free_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time if training never waited for data: the rest of the step, or the model alone if that takes longer."""
+    """Return the step time if training never waited for data: the rest of the step, or the model alone if that takes
+    longer."""
     return min(shares.step_ms, max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
 def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> float | None:
-    """Lower bound of the step time if the same loader needs ``factor`` times its present time for a batch.
+    """Return the lower bound of the step time if the same loader needs ``factor`` times its present time for a batch.
 
     Returns None if the present time is unknown. A loader with workers, for which training waits, is assumed to need one
     step for a batch.
@@ -39,7 +40,8 @@ def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> 
 
 
 def with_crops(measured: Measurements, shares: Shares) -> float | None:
-    """Lower bound of the step time if only the crops of images are decoded; None if decoding crops was not timed."""
+    """Return the lower bound of the step time if only the crops of images are decoded; None if decoding crops was not
+    timed."""
     trial = measured.experiments.crops
     if trial is None or not trial.whole_ms:
         return None
@@ -47,7 +49,8 @@ def with_crops(measured: Measurements, shares: Shares) -> float | None:
 
 
 def with_lighter_samples(measured: Measurements, shares: Shares, trial: LighterSample) -> float | None:
-    """Lower bound of the step time if samples take as little work as in a trial; None if the present time is unknown.
+    """Return the lower bound of the step time if samples take as little work as in a trial; None if the present time is
+    unknown.
 
     A step also takes at least as long as the device needs to decode a batch, if it does.
     """
@@ -62,8 +65,8 @@ def with_lighter_samples(measured: Measurements, shares: Shares, trial: LighterS
 
 
 def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:
-    """The share of a batch's loading time that remains if loading its samples takes ``share_of_samples`` of the time
-    it took. Collating takes as long as before."""
+    """Return the share of a batch's loading time that remains if loading its samples takes ``share_of_samples`` of the
+    time it took. Collating takes as long as before."""
     samples_ms = measured.experiments.samples_ms
     collate_ms = measured.experiments.collate_ms
     if not samples_ms or not collate_ms:
@@ -72,7 +75,7 @@ def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:
 
 
 def with_rate(measured: Measurements, shares: Shares, per_s: float | None) -> float | None:
-    """Lower bound of the step time if the loader alone reaches ``per_s`` batches per second.
+    """Return the lower bound of the step time if the loader alone reaches ``per_s`` batches per second.
 
     Returns None if this rate, or the loader's rate as configured, was not measured.
     """

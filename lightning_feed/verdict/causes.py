@@ -58,7 +58,7 @@ class Reason:
 
 
 def data_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause of waiting for data: the first rule that matches."""
+    """Return the cause of waiting for data: the first rule that matches."""
     reason = _first_match(measured, shares)
     if measured.facts.datamodule.backend in ("nvjpeg", "dali-gpu"):
         return replace(reason, evidence=[*reason.evidence, Note.of("device decodes")])
@@ -74,7 +74,7 @@ def _first_match(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _reaches(value: float | None, limit: float) -> TypeGuard[float]:
-    """True for a known figure at its limit or above."""
+    """Return True for a known figure at its limit or above."""
     return value is not None and value >= limit
 
 
@@ -116,7 +116,7 @@ def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _loading_here(measured: Measurements) -> list[Note]:
-    """Evidence: the time that the training process takes to make a batch; empty if unknown."""
+    """Return the evidence: the time that the training process takes to make a batch; empty if unknown."""
     host = measured.facts.host
     wait_ms = measured.stats.next_wait_ms
     if not wait_ms or host.load_cpu_ms is None or host.load_queue_ms is None:
@@ -163,7 +163,7 @@ def _ready_without_cpu(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
-    """The cause, if workers are idle although training waits; None if they are busy, or no rule matches."""
+    """Return the cause, if workers are idle although training waits; None if they are busy, or no rule matches."""
     loaders = measured.loaders
     wait_ms = measured.stats.next_wait_ms or 0.0
     if _never_idle(measured):
@@ -182,7 +182,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _workers(measured: Measurements, _: Shares) -> Reason | None:
-    """The cause, if workers are busy or blocked; None if their times are unknown.
+    """Return the cause, if workers are busy or blocked; None if their times are unknown.
 
     Their shares of time are not added here: the evidence lists them for every cause of waiting.
     """
@@ -195,7 +195,7 @@ def _workers(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _busy_pct(measured: Measurements) -> float | None:
-    """Share of the workers' time on a CPU or ready to run, in percent; None if unknown."""
+    """Return the share of the workers' time on a CPU or ready to run, in percent; None if unknown."""
     loaders = measured.loaders
     if loaders.workers_blocked_pct is not None:
         return max(0.0, 100.0 - loaders.workers_blocked_pct)
@@ -205,12 +205,13 @@ def _busy_pct(measured: Measurements) -> float | None:
 
 
 def _never_idle(measured: Measurements) -> bool:
-    """True if the workers are busy most of the time. Then they are too slow on average, in any order of batches."""
+    """Return True if the workers are busy most of the time. Then they are too slow on average, in any order of
+    batches."""
     return _reaches(_busy_pct(measured), BUSY_PCT)
 
 
 def _blocked(measured: Measurements) -> Reason:
-    """The cause, if workers are blocked: they wait for storage, or for something else."""
+    """Return the cause, if workers are blocked: they wait for storage, or for something else."""
     gain = _gain(measured, measured.experiments.cached_bytes_per_s)
     if _reaches(gain, FASTER_RATIO):
         return Reason("cold reads", [Note.of("faster from memory", gain=gain)])
@@ -245,7 +246,8 @@ def _waiting(measured: Measurements) -> Reason:
 
 
 def _experiments(measured: Measurements, _: Shares) -> Reason | None:
-    """The cause by the results of experiments, if the workers' times are unknown; None if they do not decide it."""
+    """Return the cause by the results of experiments, if the workers' times are unknown; None if they do not decide
+    it."""
     results = measured.experiments
     cached = _gain(measured, results.cached_bytes_per_s)
     ceiling = _gain(measured, results.ceiling_per_s)
@@ -265,7 +267,7 @@ def _experiments(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _gain(measured: Measurements, changed_per_s: float | None) -> float | None:
-    """The loader's rate with one change, divided by its rate as configured."""
+    """Return the loader's rate with one change, divided by its rate as configured."""
     configured_per_s = measured.experiments.loader_per_s
     if changed_per_s is None or not configured_per_s:
         return None
@@ -288,7 +290,7 @@ device, not as work of a hook."""
 
 
 def framework_cause(measured: Measurements, _: Shares) -> Reason:
-    """The cause of time between steps: hooks, or a wait for the device that empties its queue."""
+    """Return the cause of time between steps: hooks, or a wait for the device that empties its queue."""
     hooks = measured.hooks
     syncs = measured.facts.syncs if measured.facts.device_type != "cpu" else ()
     evidence = [Note.of("slow hook", hook=hook.name, ms=hook.ms_per_step) for hook in hooks[:HOOKS_NAMED]]
@@ -304,12 +306,12 @@ def _waits(hook: HookTime) -> bool:
 
 
 def copy_cause(measured: Measurements, _: Shares) -> Reason:
-    """The cause of an exposed transfer to the device."""
+    """Return the cause of an exposed transfer to the device."""
     return _beside_the_copy(measured) or _slow_copies(measured) or _link(measured)
 
 
 def _beside_the_copy(measured: Measurements) -> Reason | None:
-    """The cause, if the transfer takes its time for work other than copying; None otherwise."""
+    """Return the cause, if the transfer takes its time for work other than copying; None otherwise."""
     datamodule = measured.facts.datamodule
     if measured.facts.device_type == "cpu":
         hooks = "device_transform" if datamodule.device_transform else ""
@@ -340,8 +342,8 @@ def _why_unpinned(loader: LoaderFacts) -> NoteKind:
 
 
 def _is_pinned(measured: Measurements) -> bool | None:
-    """True if batches are in pinned memory: as seen, or as the loader is set if no batch was seen, or if a batch has
-    files that the device decodes, which nothing pins."""
+    """Return True if batches are in pinned memory: as seen, or as the loader is set if no batch was seen, or if a batch
+    has files that the device decodes, which nothing pins."""
     seen = measured.facts.batch.pinned
     if seen is None or measured.facts.datamodule.backend not in (None, "torch"):
         return measured.facts.loader.pin_memory
@@ -357,7 +359,7 @@ def _link(measured: Measurements) -> Reason:
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause, if computing takes most of a step: work on the device, or the host's work to launch it."""
+    """Return the cause, if computing takes most of a step: work on the device, or the host's work to launch it."""
     alone_ms = model_alone_ms(measured)
     if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= MODEL_FAR_RATIO * alone_ms:
         return _not_the_model(measured, alone_ms)
@@ -370,7 +372,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _idle_device(measured: Measurements, evidence: list[Note]) -> Reason:
-    """The cause, if the device is idle for a part of the step itself: the host limits it.
+    """Return the cause, if the device is idle for a part of the step itself: the host limits it.
 
     A thread that waits for the device spins, so it looks busy. So its CPU time shows that it launches only as far as
     it cannot have waited: if it waits in each step, the device must be idle for most of the step.
@@ -386,7 +388,7 @@ def _idle_device(measured: Measurements, evidence: list[Note]) -> Reason:
 
 
 def _launches_all_the_time(measured: Measurements) -> bool:
-    """True if the training thread is on a CPU during nearly all of the step itself, without the backward pass.
+    """Return True if the training thread is on a CPU during nearly all of the step itself, without the backward pass.
 
     The training thread launches the forward pass and the optimizer, and waits for the backward pass, which has a thread
     of its own (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd).
@@ -397,8 +399,8 @@ def _launches_all_the_time(measured: Measurements) -> bool:
 
 
 def _not_the_model(measured: Measurements, alone_ms: float) -> Reason:
-    """The cause if a step computes much longer than the model alone: ``oversubscribed`` if tasks wait for CPUs, else
-    ``unknown``."""
+    """Return the cause if a step computes much longer than the model alone: ``oversubscribed`` if tasks wait for CPUs,
+    else ``unknown``."""
     pressure_pct = measured.loaders.cpu_pressure_pct
     evidence = Note.of("not the model", ms=alone_ms, compute_ms=measured.stats.compute_ms)
     if _reaches(pressure_pct, CPU_PRESSURE_PCT):

@@ -114,7 +114,8 @@ def _with_advice(diagnosis: Diagnosis, judged: JudgedRun) -> Diagnosis:
 
 
 def _stripped(judged: JudgedRun) -> tuple[Note, ...]:
-    """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
+    """Return the note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for
+    data.
 
     Steps of such a fit are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger
     share of them.
@@ -149,12 +150,13 @@ def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
 
 
 def _others(measured: Measurements) -> Note:
-    """The note about the CPU use of other programs."""
+    """Return the note about the CPU use of other programs."""
     return Note.of("others busy", pct=measured.facts.others_cpu_pct)
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
-    """The verdict without the measured time of the model alone, which is impossible: it is longer than a step."""
+    """Return the verdict without the measured time of the model alone, which is impossible: it is longer than a
+    step."""
     diagnosis = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
     disturbed = Note.of("model disturbed", ms=model_alone_ms(measured), step_ms=measured.stats.step_ms)
     return replace(
@@ -166,9 +168,9 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confidence:
-    """Confidence in the verdict: the confidence of the figures, but lower if a share is close to a limit, or if figures
-    that could change the cause are missing. Low if an experiment contradicts the cause, or if other programs take many
-    CPUs."""
+    """Return the confidence in the verdict: the confidence of the figures, but lower if a share is close to a limit, or
+    if figures that could change the cause are missing. Low if an experiment contradicts the cause, or if other programs
+    take many CPUs."""
     if reason.contradicted or measured.facts.crowded:
         return "low"
     confidence = measured.stats.confidence
@@ -182,7 +184,7 @@ def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confi
 
 
 def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason]) -> tuple[Note, ...]:
-    """Evidence: the largest parts of a step, the figures of their causes, and related facts."""
+    """Return the evidence: the largest parts of a step, the figures of their causes, and related facts."""
     step_ms = shares.step_ms
     evidence = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
@@ -217,8 +219,8 @@ def _beside(measured: Measurements, step_ms: float) -> list[Note]:
 
 
 def _loading(measured: Measurements) -> list[Note]:
-    """Evidence: the number of workers, if they hand batches over in place, and the shares of their time on a CPU,
-    waiting for a CPU, and blocked."""
+    """Return the evidence: the number of workers, if they hand batches over in place, and the shares of their time on a
+    CPU, waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
@@ -238,7 +240,8 @@ def _loading(measured: Measurements) -> list[Note]:
 
 
 def _making(measured: Measurements) -> list[Note]:
-    """Evidence: the time to make a batch, its larger part (samples or collating), and that part's slowest function."""
+    """Return the evidence: the time to make a batch, its larger part (samples or collating), and that part's slowest
+    function."""
     samples_ms = measured.experiments.samples_ms
     collate_ms = measured.experiments.collate_ms
     if samples_ms is None or not collate_ms:
@@ -273,7 +276,8 @@ Limit = Literal["validation", "checkpoints"]
 
 
 def _limit_of(measured: Measurements) -> Limit | None:
-    """The longer of validation and checkpoints; None if training with its epoch starts takes longer than both together.
+    """Return the longer of validation and checkpoints; None if training with its epoch starts takes longer than both
+    together.
 
     Also None if both together take less than :data:`BESIDE_LEAST_S`.
     """
@@ -290,7 +294,7 @@ def _limit_of(measured: Measurements) -> Limit | None:
 
 
 def _takes_much_beside_training(measured: Measurements) -> bool:
-    """True for a fit in which validation and checkpoints take much of the time."""
+    """Return True for a fit in which validation and checkpoints take much of the time."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return False
@@ -299,7 +303,7 @@ def _takes_much_beside_training(measured: Measurements) -> bool:
 
 
 def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) -> Diagnosis:
-    """The verdict on a fit that is limited by validation or checkpoints.
+    """Return the verdict on a fit that is limited by validation or checkpoints.
 
     Args:
         limit: validation or checkpoints.
@@ -354,7 +358,7 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_factor(wall: WallStats) -> int | None:
-    """The smallest of :data:`RARER_FACTORS` with which validation takes little time beside training.
+    """Return the smallest of :data:`RARER_FACTORS` with which validation takes little time beside training.
 
     At least one validation remains. If no such factor makes validation short enough, the largest one is returned; None
     if there was only one validation.
@@ -378,7 +382,7 @@ class _ValidationChange(NamedTuple):
 
 
 def _validation_change(facts: LoopFacts, factor: int) -> _ValidationChange | None:
-    """The change to the schedule of validation; None if the schedule is by time or unknown."""
+    """Return the change to the schedule of validation; None if the schedule is by time or unknown."""
     every = facts.trainer.check_val_every_n_epoch
     between = facts.trainer.val_check_batches
     epoch = facts.batches_per_epoch

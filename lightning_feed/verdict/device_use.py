@@ -7,7 +7,7 @@ from lightning_feed.wording import source_line
 
 
 def idle_share(measured: Measurements) -> float | None:
-    """Smallest possible share of ``compute_ms`` in which the device runs no kernel; None if unknown.
+    """Return the smallest possible share of ``compute_ms`` in which the device runs no kernel; None if unknown.
 
     NVML measures the device's busy time in whole steps. Here all of it counts as part of ``compute_ms``, as far as it
     fits, so the device may be idle for longer.
@@ -21,19 +21,19 @@ def idle_share(measured: Measurements) -> float | None:
 
 
 def has_idle_device(measured: Measurements) -> bool:
-    """True if the device was seen idle within the step itself."""
+    """Return True if the device was seen idle within the step itself."""
     share = idle_share(measured)
     return share is not None and share > 1 - BUSY_DEVICE_SHARE
 
 
 def waits_in_each_step(facts: LoopFacts) -> list[DeviceWait]:
-    """The lines at which the host waits for the device in most steps, those of the user first."""
+    """Return the lines at which the host waits for the device in most steps, those of the user first."""
     waits = [wait for wait in facts.waits or () if wait.in_most_steps]
     return sorted(waits, key=lambda wait: not wait.is_users)
 
 
 def wait_cost_pct(measured: Measurements) -> float | None:
-    """Largest possible cost of the host's waits for the device, in percent of a step; None if unknown.
+    """Return the largest possible cost of the host's waits for the device, in percent of a step; None if unknown.
 
     While the device is idle, the host does not wait for it. So without any wait, the step itself would still take as
     long as the device is busy, and as long as it is idle now: whichever is longer.
@@ -46,7 +46,7 @@ def wait_cost_pct(measured: Measurements) -> float | None:
 
 
 def wait_note(wait: DeviceWait, measured: Measurements) -> Note:
-    """The note on a wait in each step, with its cost, which is 0 if the device is busy meanwhile."""
+    """Return the note on a wait in each step, with its cost, which is 0 if the device is busy meanwhile."""
     share = idle_share(measured)
     cost_pct = wait_cost_pct(measured) if has_idle_device(measured) else 0.0
     if share is None or cost_pct is None:

@@ -117,7 +117,7 @@ class Note:
         return cls(kind, figures, names)
 
     def of_validation(self) -> "Note":
-        """The same statement, on validation."""
+        """Return the same statement, on validation."""
         return replace(self, in_validation=True)
 
 
@@ -160,7 +160,7 @@ class Remedy:
     """Other effects of the change."""
 
     def sets(self, setting: str) -> bool:
-        """True if the remedy changes this setting."""
+        """Return True if the remedy changes this setting."""
         return self.change is not None and self.change.setting == setting
 
 
@@ -196,7 +196,7 @@ class Diagnosis:
         return f"<Diagnosis: {self.bottleneck}, {self.cause}; {self.grade}>"
 
     def _repr_html_(self) -> str | None:
-        """The page for a notebook; None if the module ``report.files`` was not imported."""
+        """Return the page for a notebook; None if the module ``report.files`` was not imported."""
         make = type(self).page
         return make and make(self)
 

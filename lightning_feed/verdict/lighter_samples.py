@@ -9,14 +9,15 @@ from lightning_feed.verdict.diagnosis import Change, Note, NoteKind, Remedy
 
 
 def may_try_lighter_samples(measured: Measurements) -> bool:
-    """True for a fit whose workers decode the images of an ImageFolderDataModule, and that was not diagnosed yet."""
+    """Return True for a fit whose workers decode the images of an ImageFolderDataModule, and that was not diagnosed
+    yet."""
     facts = measured.facts
     decodes = facts.datamodule.quality is not None and facts.datamodule.backend == "torch"
     return decodes and facts.loop == "trainer" and facts.stage == "fit" and not measured.diagnosed
 
 
 def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remedy:
-    """The remedy that makes a change that was tried. The caller adds the bound of the step time."""
+    """Return the remedy that makes a change that was tried. The caller adds the bound of the step time."""
     name = measured.facts.loader_code.datamodule if measured.facts.loader_code is not None else ""
     call = f"in the call that makes your {name or 'ImageFolderDataModule'}"
     pack = trial.pack
@@ -54,6 +55,6 @@ def name_of_change(trial: LighterSample) -> str:
 
 
 def _stored(pack: PackedImages) -> Note:
-    """The note on the size of a pack, and on the size of its images if they are smaller."""
+    """Return the note on the size of a pack, and on the size of its images if they are smaller."""
     kind: NoteKind = "pixels stored" if pack.decoded else "images stored"
     return Note.of(kind, pack_bytes=pack.pack_bytes, folder_bytes=pack.folder_bytes, short_side_px=pack.short_side_px)

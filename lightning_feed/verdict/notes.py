@@ -55,7 +55,7 @@ def cut_short(facts: LoopFacts) -> Notes:
 
 
 def why_not(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]:
-    """The reasons why more workers, or decoding only the crops, did not help in the trials."""
+    """Return the reasons why more workers, or decoding only the crops, did not help in the trials."""
     reasons: list[Note | None] = []
     if judged.data is not None and not any(remedy.sets("num_workers") for remedy in remedies):
         reasons.append(_workers_in_vain(judged))
@@ -65,7 +65,7 @@ def why_not(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> tuple[Note, ...]
 
 
 def _taken_back(judged: JudgedRun) -> Note | None:
-    """The note on a setting that was faster in the trials, but not in training itself; None if there is none."""
+    """Return the note on a setting that was faster in the trials, but not in training itself; None if there is none."""
     results = judged.measured.experiments
     own = results.tried_as("own")
     if results.chosen_fit_ms is None or own is None or not own.chosen:
@@ -74,7 +74,7 @@ def _taken_back(judged: JudgedRun) -> Note | None:
 
 
 def _workers_in_vain(judged: JudgedRun) -> Note | None:
-    """The note on trials of more workers that were no faster; None if more workers were chosen, or not tried."""
+    """Return the note on trials of more workers that were no faster; None if more workers were chosen, or not tried."""
     results = judged.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
@@ -140,19 +140,19 @@ def _undivided(judged: JudgedRun, cause: Cause) -> Notes:
 
 
 def _may_diagnose(judged: JudgedRun) -> bool:
-    """True for the report of a fit that ``diagnose`` can measure further."""
+    """Return True for the report of a fit that ``diagnose`` can measure further."""
     return not judged.measured.diagnosed and judged.facts.loop == "trainer" and judged.facts.stage == "fit"
 
 
 def _is_worth_it(step_ms: float | None, judged: JudgedRun) -> TypeGuard[float]:
-    """True if a step time is known and saves at least as much as a printed remedy has to save."""
+    """Return True if a step time is known and saves at least as much as a printed remedy has to save."""
     if step_ms is None:
         return False
     return 100 * (judged.shares.step_ms - step_ms) / judged.step_with_start_ms >= least_gain_pct(judged)
 
 
 def _hints(judged: JudgedRun, cause: Cause, remedies: tuple[Remedy, ...]) -> Notes:
-    """Notes on a cause, with or without a remedy."""
+    """Return the notes on a cause, with or without a remedy."""
     ranks = judged.measured.ranks
     depth = judged.loader.prefetch_factor
     if cause == "one rank" and ranks is not None:
@@ -165,12 +165,12 @@ def _hints(judged: JudgedRun, cause: Cause, remedies: tuple[Remedy, ...]) -> Not
 
 
 def _come_in_place(remedies: tuple[Remedy, ...]) -> bool:
-    """True if batches in place are a remedy. Nothing else is then said about the same causes."""
+    """Return True if batches in place are a remedy. Nothing else is then said about the same causes."""
     return any(remedy.change == IN_PLACE for remedy in remedies)
 
 
 def _without_remedy(judged: JudgedRun, cause: Cause) -> Notes:
-    """Notes on a cause for which there is no remedy."""
+    """Return the notes on a cause for which there is no remedy."""
     tensors = judged.facts.batch.tensors or 0
     if cause == "hand-over" and tensors >= MANY_TENSORS:
         return [Note.of("many tensors", tensors=tensors)]
@@ -229,7 +229,7 @@ def _framework(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
 
 
 def _syncs(judged: JudgedRun) -> Notes:
-    """Notes on the known reasons for which the host waits for the device."""
+    """Return the notes on the known reasons for which the host waits for the device."""
     return [Note.of("avoid waits", sync=name) for name in SYNCS if name in judged.facts.syncs]
 
 
@@ -238,7 +238,7 @@ def _is_treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
 
 
 def _slow_hook(judged: JudgedRun, hook: HookTime) -> Note:
-    """The note on a slow hook: a note, not a remedy, because the hook may be needed."""
+    """Return the note on a slow hook: a note, not a remedy, because the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
     unknown = HookCode(name=name, at="")
     code = next((code for code in judged.facts.hook_code if code.name == name), unknown)
@@ -270,7 +270,7 @@ def _unpinned(judged: JudgedRun) -> Notes:
 
 
 def _step_itself(judged: JudgedRun) -> Notes:
-    """Notes on a step itself that the host limits."""
+    """Return the notes on a step itself that the host limits."""
     cause = judged.causes.get("compute")
     if cause == "launch":
         return [Note.of("launch less")]

@@ -27,7 +27,7 @@ class Paste:
 
 
 def pastes(loader_code: LoaderCode, settings: Settings) -> list[Paste]:
-    """The ways to set ``settings`` together, the best first. A way may be in two parts, for two places.
+    """Return the ways to set ``settings`` together, the best first. A way may be in two parts, for two places.
 
     Args:
         loader_code: the user's code that sets up the loader.
@@ -48,7 +48,7 @@ def pastes(loader_code: LoaderCode, settings: Settings) -> list[Paste]:
 
 
 def _overrides(keys: Mapping[str, str], settings: Settings) -> list[Paste]:
-    """Settings under their keys for the command line, and for a YAML file."""
+    """Return the settings under their keys for the command line, and for a YAML file."""
     if not settings:
         return []
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in settings.items())
@@ -59,5 +59,5 @@ def _overrides(keys: Mapping[str, str], settings: Settings) -> list[Paste]:
 
 
 def arguments(settings: Settings) -> str:
-    """Settings as keyword arguments of a call."""
+    """Return the settings as keyword arguments of a call."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())

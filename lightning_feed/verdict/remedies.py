@@ -77,11 +77,12 @@ class JudgedRun:
         return DATALOADERS[self.facts.stage]
 
     def can_set(self, name: str) -> bool:
-        """True if the code described by :attr:`loader_code` takes this setting."""
+        """Return True if the code described by :attr:`loader_code` takes this setting."""
         return self.loader_code.form != "callback" or name in _TUNED
 
     def can_set_with_workers(self, name: str) -> bool:
-        """True if a setting can be changed where num_workers is changed. A command line needs a key for the setting."""
+        """Return True if a setting can be changed where num_workers is changed. A command line needs a key for the
+        setting."""
         keys = dict(self.loader_code.overrides)
         if "num_workers" in keys:
             return name in keys
@@ -92,7 +93,7 @@ class JudgedRun:
 
 
 def loader_remedy(judged: JudgedRun, settings: Settings, why: Note, step_ms: float | None = None) -> Remedy:
-    """A remedy that changes settings of the training loader. Its words name the first setting."""
+    """Return a remedy that changes settings of the training loader. Its words name the first setting."""
     name = next(iter(settings))
     value = settings[name]
     paste = pastes(judged.loader_code, settings)[0]
@@ -109,7 +110,7 @@ def loader_remedy(judged: JudgedRun, settings: Settings, why: Note, step_ms: flo
 
 
 def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: Note) -> Remedy:
-    """A remedy that changes an argument of the Trainer, or its command-line key with LightningCLI.
+    """Return a remedy that changes an argument of the Trainer, or its command-line key with LightningCLI.
 
     The caller adds the bound of the step time or of the saving.
     """
@@ -127,7 +128,7 @@ def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: ob
 def _callback_remedy(
     judged: JudgedRun, module: str, name: str, why: Note, *, argument: str = "", change: str = ""
 ) -> Remedy:
-    """A remedy that adds a callback to the Trainer, or on the command line with LightningCLI.
+    """Return a remedy that adds a callback to the Trainer, or on the command line with LightningCLI.
 
     The caller adds the bound of the step time.
 
@@ -178,7 +179,7 @@ _OTHER_WORKERS: tuple[Cause, ...] = ("epoch start", "jitter")
 
 
 def may_try_workers(measured: Measurements, cause: Cause | None) -> bool:
-    """True if another number of workers, which was not tried, may help.
+    """Return True if another number of workers, which was not tried, may help.
 
     Args:
         measured: the measurements of the run.
@@ -196,18 +197,18 @@ def may_try_workers(measured: Measurements, cause: Cause | None) -> bool:
 
 
 def _may_be_too_many_workers(facts: LoopFacts) -> bool:
-    """True if there are more workers than CPUs, or if they take the CPUs on which the model computes."""
+    """Return True if there are more workers than CPUs, or if they take the CPUs on which the model computes."""
     workers = facts.loader.num_workers or 0
     return bool(workers) and (facts.device_type == "cpu" or workers > (facts.usable_cpus or math.inf))
 
 
 def _may_add_workers(loader: LoaderFacts) -> bool:
-    """True if the number of worker processes is known, and may grow."""
+    """Return True if the number of worker processes is known, and may grow."""
     return loader.num_workers is not None and loader.workers != "thread" and may_have_workers(loader)
 
 
 def may_have_workers(loader: LoaderFacts) -> bool:
-    """True if several workers yield the same samples as one worker, and the dataset is safe in them.
+    """Return True if several workers yield the same samples as one worker, and the dataset is safe in them.
 
     An iterable dataset must divide its samples among workers. The dataset must survive a fork.
     """
@@ -215,7 +216,7 @@ def may_have_workers(loader: LoaderFacts) -> bool:
 
 
 def _are_alike(loader: LoaderFacts) -> bool:
-    """True if all training loaders have the same number of workers."""
+    """Return True if all training loaders have the same number of workers."""
     return len(set(loader.every_num_workers)) <= 1
 
 
@@ -312,7 +313,7 @@ def persistent_workers(judged: JudgedRun) -> Remedy | None:
 
 
 def _may_persist(judged: JudgedRun) -> bool:
-    """True if there are workers that are started in each of several epochs, but could persist."""
+    """Return True if there are workers that are started in each of several epochs, but could persist."""
     loader = judged.loader
     if not loader.num_workers or loader.persistent_workers is not False or not loader.may_persist:
         return False
@@ -394,8 +395,8 @@ def packed_images(judged: JudgedRun) -> Remedy | None:
 
 
 def _lighter_samples(judged: JudgedRun, setting: str) -> Remedy | None:
-    """The remedy that changes this setting and gains most, of those that were tried; None if making samples is not the
-    cause."""
+    """Return the remedy that changes this setting and gains most, of those that were tried; None if making samples is
+    not the cause."""
     if judged.data not in MADE_ON_CPU or judged.facts.stage != "fit":
         return None
     remedies = [
@@ -410,7 +411,7 @@ def _lighter_samples(judged: JudgedRun, setting: str) -> Remedy | None:
 
 
 def _our_package(judged: JudgedRun) -> str:
-    """The module of this package whose classes fit the package of the user's Trainer."""
+    """Return the module of this package whose classes fit the package of the user's Trainer."""
     if judged.facts.trainer.package == "lightning.pytorch":
         return "lightning_feed"
     return "lightning_feed.pl"
@@ -472,7 +473,7 @@ IN_PLACE = Change("hand_over", "slots")
 
 
 def _saved_in_place_ms(judged: JudgedRun) -> float:
-    """The time of a step that batches in place may save at most."""
+    """Return the time of a step that batches in place may save at most."""
     saved_ms = 0.0
     if judged.causes.get("copy") in _COPIED_ON_THE_WAY and judged.facts.device_type in REGISTERING_DEVICES:
         saved_ms += judged.measured.stats.copy_ms or 0.0
@@ -482,7 +483,7 @@ def _saved_in_place_ms(judged: JudgedRun) -> float:
 
 
 def _may_come_in_place(judged: JudgedRun) -> bool:
-    """True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
+    """Return True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
     facts = judged.facts
     was_tried = facts.trainer.tuned and facts.loader.map_style is not False and facts.loader.count == 1
     return bool(facts.loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
@@ -502,7 +503,7 @@ def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
 
 
 def may_be_tuned(facts: LoopFacts) -> bool:
-    """True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
+    """Return True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
     loader = facts.loader
     in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
     return in_fit and not loader.why_no_workers and loader.map_style is not False and len(loader.every_num_workers) <= 1
@@ -555,7 +556,7 @@ def rare_progress_bar(judged: JudgedRun) -> Remedy | None:
 
 
 def _bar_of(hook: HookTime) -> str | None:
-    """The class of the progress bar that a hook belongs to; None for other hooks."""
+    """Return the class of the progress bar that a hook belongs to; None for other hooks."""
     return next((bar for bar in _BARS if f"]{bar}" in hook.name), None)
 
 
@@ -576,7 +577,8 @@ def _sum_ms(hooks: list[HookTime]) -> float:
 
 
 def _rarer_ms(judged: JudgedRun, takes_ms: float, interval: int) -> float:
-    """Step time if something that is done every ``interval`` steps is done only every ``RARELY_STEPS`` steps."""
+    """Return the step time if something that is done every ``interval`` steps is done only every ``RARELY_STEPS``
+    steps."""
     between_ms = judged.measured.stats.other_ms or 0.0
     return bounds.without(judged.shares, min(takes_ms, between_ms) * (1 - interval / RARELY_STEPS))
 
@@ -592,7 +594,8 @@ RULES = (
 
 
 def remedies_for(judged: JudgedRun) -> tuple[Remedy, ...]:
-    """The remedies to print, the largest saving first. If several change the same setting, only the best is printed."""
+    """Return the remedies to print, the largest saving first. If several change the same setting, only the best is
+    printed."""
     remedies = []
     for rule in RULES:
         remedy = rule(judged)
@@ -603,7 +606,8 @@ def remedies_for(judged: JudgedRun) -> tuple[Remedy, ...]:
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """The three largest savings of the remedies that save ``least_pct`` or more; for each setting, only the best."""
+    """Return the three largest savings of the remedies that save ``least_pct`` or more; for each setting, only the
+    best."""
     gains = [remedy for remedy in remedies if (remedy.most_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
     best: dict[str, Remedy] = {}
@@ -633,14 +637,15 @@ _EFFECTS: dict[str, tuple[Effect, ...]] = {
 
 
 def _gain_pct(judged: JudgedRun, remedy: Remedy) -> float | None:
-    """Upper bound of a remedy's saving, in % of an epoch including its first batch; None if unknown."""
+    """Return the upper bound of a remedy's saving, in % of an epoch including its first batch; None if unknown."""
     if remedy.most_gain_pct is not None or remedy.least_step_ms is None:
         return remedy.most_gain_pct
     return 100 * (judged.shares.step_ms - remedy.least_step_ms) / judged.step_with_start_ms
 
 
 def least_gain_pct(judged: JudgedRun) -> float:
-    """Smallest saving of a printed remedy: 5 %, or 10 % if confidence is low, or more if the noise is larger."""
+    """Return the smallest saving of a printed remedy: 5 %, or 10 % if confidence is low, or more if the noise is
+    larger."""
     low, high = judged.measured.stats.interval_pct or (0.0, 0.0)
     is_unsure = judged.measured.stats.confidence == "low" or judged.facts.crowded
     least_pct = LEAST_UNSURE_GAIN_PCT if is_unsure else LEAST_GAIN_PCT

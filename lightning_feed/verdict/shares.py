@@ -73,7 +73,7 @@ def _is_close(pct: float, limit_pct: float) -> bool:
 
 
 def shares_of(measured: Measurements) -> Shares | None:
-    """The shares of a run; None if too little was measured."""
+    """Return the shares of a run; None if too little was measured."""
     stats = measured.stats
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
@@ -102,7 +102,7 @@ _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, 
 
 
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
-    """The shares of the time between steps and of the copy."""
+    """Return the shares of the time between steps and of the copy."""
     between_pct = 100 * measured.between_ms / step_ms
     return {"framework": between_pct, "copy": 0.0 if measured.facts.copies_nothing else copy_pct}
 
@@ -125,7 +125,8 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Wait
 
 
 def lacked_cpu(measured: Measurements) -> bool:
-    """True if other programs had the CPUs for which the loading threads waited, so that loading cannot be judged."""
+    """Return True if other programs had the CPUs for which the loading threads waited, so that loading cannot be
+    judged."""
     queue_pct = measured.loaders.workers_run_queue_pct or 0.0
     wait_ms = measured.stats.next_wait_ms or 0.0
     if wait_ms > 0:
@@ -134,8 +135,8 @@ def lacked_cpu(measured: Measurements) -> bool:
 
 
 def workers_fill_cpus(measured: Measurements) -> bool:
-    """True if the workers and the training thread leave hardly any CPU of this rank free, so that more workers cannot
-    gain much. False without workers, or if the number of workers or of CPUs is unknown."""
+    """Return True if the workers and the training thread leave hardly any CPU of this rank free, so that more workers
+    cannot gain much. False without workers, or if the number of workers or of CPUs is unknown."""
     loader = measured.facts.loader
     workers = sum(loader.every_num_workers) or loader.num_workers
     cpus = measured.facts.usable_cpus
@@ -145,7 +146,7 @@ def workers_fill_cpus(measured: Measurements) -> bool:
 
 
 def grade_of(data_pct: float) -> Grade:
-    """Degree of starvation, by the share of the step that waits for data."""
+    """Return the degree of starvation, by the share of the step that waits for data."""
     if data_pct < DATA_PCT:
         return "OK"
     if data_pct < MODERATE_PCT:
@@ -168,19 +169,20 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
 
 
 def model_alone_ms(measured: Measurements) -> float | None:
-    """Step time of the model with the same batch repeated; None if not measured."""
+    """Return the step time of the model with the same batch repeated; None if not measured."""
     return ratio(1e3, measured.experiments.model_per_s or 0.0)
 
 
 def model_disturbed(measured: Measurements) -> bool:
-    """True if the model alone took longer than whole steps, which is impossible: the experiment was disturbed."""
+    """Return True if the model alone took longer than whole steps, which is impossible: the experiment was
+    disturbed."""
     alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
     return alone_ms is not None and step_ms is not None and alone_ms > MODEL_MOST_SHARE * step_ms
 
 
 def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: float | None) -> bool:
-    """True if this rank waits within its steps, but the model alone takes as long as a step."""
+    """Return True if this rank waits within its steps, but the model alone takes as long as a step."""
     alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
     if waiting.by_ranks or (epoch_pct or 0.0) >= DATA_PCT:
@@ -191,5 +193,5 @@ def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: f
 
 
 def is_toy_step(step_ms: float | None) -> bool:
-    """True for steps so short that Python dominates them."""
+    """Return True for steps so short that Python dominates them."""
     return bool(step_ms) and (step_ms or 0.0) < TOY_STEP_MS
