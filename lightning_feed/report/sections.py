@@ -499,7 +499,8 @@ def _experiments(results: ExperimentResults) -> Iterator[Section]:
     yield from _table("What one sample costs", cost_rows, ("", "wall time", "CPU time"), "costs")
     yield from _table("Where in your code a batch is made", function_rows, console="code")
     yield from _table("Ways to make a sample", list(map(_lighter_row, results.lighter)), ("", "CPU time"), "less")
-    yield from _table("Workers tried", list(map(_tried_row, results.tried)), ("", "step", "in its turns", ""), "tried")
+    trial_rows = [*map(_tried_row, results.tried), *_trained_rows(results)]
+    yield from _table("Workers tried", trial_rows, ("", "step", "trials", ""), "tried")
     yield from _table("What one batch takes", batch_rows, console="batch")
     yield from _table("Parts of a batch", _key_rows(results.keys))
     yield from _table("Experiments that were left out", results.left_out, ("", "why"), "skip")
@@ -513,6 +514,19 @@ def _tried_row(setting: TriedSetting) -> Row:
     if setting.own:
         role = "as it is"
     return (plural(setting.num_workers, "worker"), f"{step} ms", f"{shortest} to {longest} ms", role)
+
+
+def _trained_rows(results: ExperimentResults) -> list[Row]:
+    """Return the rows of the settings with which training itself was measured, after the trials."""
+    own = results.tried_as("own")
+    own_ms = results.own_fit_ms
+    new_ms = results.chosen_fit_ms
+    if own is None or own_ms is None or new_ms is None or results.trained_workers is None:
+        return []
+    rows: list[Row] = []
+    for workers, ms in ((own.num_workers, own_ms), (results.trained_workers, new_ms)):
+        rows.append((f"training with {plural(workers, 'worker')}", f"{in_ms(ms, own_ms)} ms", "", ""))
+    return rows
 
 
 def _lighter_row(trial: LighterSample) -> Row:

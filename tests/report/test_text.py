@@ -105,6 +105,13 @@ def test_a_report_that_contradicts_the_previous_one_says_so_first(later: Measure
     assert (retracted in first_line) if retracted else ("No longer" not in first_line)
 
 
+def test_steps_of_training_itself_are_told_from_those_of_trials() -> None:
+    experiments = replace(sample_experiments(), own_fit_ms=146.8, chosen_fit_ms=88.3, trained_workers=0)
+    (own,) = [setting for setting in experiments.tried if setting.own]
+    text = " ".join(as_text(decide(replace(measured(data=60.0), experiments=experiments, diagnosed=True))).split())
+    assert f"training with {own.num_workers} workers: 146.8 ms; training with 0 workers: 88.3 ms" in text
+
+
 def test_text_report_without_a_verdict_still_shows_the_experiments() -> None:
     alone = nothing_measured()
     measured = replace(alone.measurements, experiments=sample_experiments(), diagnosed=True, facts=sample_facts())
