@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import covering, in_gate
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from measure.small_fits import Memory
@@ -37,6 +38,7 @@ from lightning_feed.in_fit import goal as goal_file
 from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.machine.limits import Machine
 from lightning_feed.machine.private_files import cache_folder
 from lightning_feed.measure.loop import MeasuredLoop
@@ -66,9 +68,11 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
 
 
 def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
-    """Trials and steps that take the same time on any machine, and the limits of one machine."""
+    """Trials and steps that take the same time on any machine, the limits of one machine, and a rehearsal that passes:
+    load/test_rehearsal.py has real ones, each of several processes."""
     made = Trials(THREE_ARE_BEST)
     replace_in(tune_loader, "run_trial", made)
+    replace_in(fit_tuning, "rehearsal_of", lambda *_: Rehearsal())
     replace_in(fit_tuning, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
     replace_in(fit_tuning, "PROVING_STEPS", 10**6)
     replace_in(time_left, "LEAST_S", 0.0)  # these fits end at once
@@ -173,7 +177,6 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "datamodule": module(num_workers=1),
     "datamodule, threads": module(num_workers=1, workers="thread"),
 }
-every_loader = pytest.mark.parametrize("name", LOADERS)
 
 
 class DrawsAtOnce(Sampler[int]):
@@ -190,14 +193,27 @@ LOADERS["plain, its sampler draws at once"] = plain(shuffle=False, sampler=Draws
 LOADERS["plain, workers, its sampler draws at once"] = plain(shuffle=False, sampler=DrawsAtOnce(), num_workers=1)
 
 
-@every_loader
+TUNED = [
+    "plain",
+    "plain, no workers",
+    "ours, no workers, seeded",
+    "ours, persistent, background",
+    "threads, persistent",
+    "datamodule",
+    "plain, workers, its sampler draws at once",
+]
+"""Loaders that the gate tunes. Those that it tunes and takes back are the others."""
+REVERTED = [name for name in LOADERS if name not in TUNED]
+
+
+@pytest.mark.parametrize("name", in_gate(list(LOADERS), TUNED))
 @pytest.mark.parametrize("best", [3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_samples_order_and_weights_equal_those_of_an_untuned_fit(name: str, best: int, trials: Trials) -> None:
     """The model has dropout and the samplers draw from torch's generators, so a draw too many would show."""
-    expected, _, _ = fit([], LOADERS[name], max_epochs=4)
+    expected, _, _ = fit([], LOADERS[name], max_epochs=3)
     trials.steps_s = {0: 0.1, 1: 0.09, 2: 0.08, 3: 0.07, best: 0.03}
     callback = AutotuneCallback(max_workers=3)
-    changed, _, error = fit([callback], LOADERS[name], max_epochs=4)
+    changed, _, error = fit([callback], LOADERS[name], max_epochs=3)
     assert error is None
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
@@ -212,7 +228,7 @@ def test_new_workers_take_over_within_the_same_epoch(trials: Trials) -> None:
     assert watching.seen == [[0] * MEASURED + [3] * 2, [3] * 6, [3] * 6]
 
 
-@pytest.mark.parametrize("loaders", [plain(), plain(num_workers=1), ours()])
+@pytest.mark.parametrize("loaders", [pytest.param(plain(), marks=pytest.mark.nightly), plain(num_workers=1), ours()])
 def test_tuned_loaders_hand_batches_over_in_slots(loaders: Any, trials: Trials) -> None:
     in_slots = []
 
@@ -243,8 +259,9 @@ def place_of(trainer: Any) -> bool:
     ("share", "seen", "after_ms", "kept"),
     [
         (0.5, "by the trials", 9.0, True),
-        (0.5, "by the trials", 9.9, False),  # no more than repeated measurements differ
-        (1.0, "by training only", 9.0, True),
+        # No more than repeated measurements differ.
+        pytest.param(0.5, "by the trials", 9.9, False, marks=pytest.mark.nightly),
+        pytest.param(1.0, "by training only", 9.0, True, marks=pytest.mark.nightly),
         (1.0, "by training only", 9.9, False),
         (1.0, "by none: the device does not pin", 9.0, False),
         (1.0, "by none: training never waits", 9.0, False),
@@ -387,8 +404,7 @@ def test_the_starvation_report_restarts_once_after_the_trials(trials: Trials, mo
 TRIAL_S = 31
 
 
-@pytest.mark.parametrize("best", [1, 3], ids=["kept", "changed"])
-@pytest.mark.parametrize("is_tuned_first", [True, False])
+@covering(best={"kept": 1, "changed": 3}, is_tuned_first=[True, False])
 def test_the_time_of_trials_is_a_part_of_the_wall_time_and_of_no_step(
     *, is_tuned_first: bool, best: int, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +437,7 @@ def test_the_time_of_trials_is_a_part_of_the_wall_time_and_of_no_step(
     assert max(steps.to_ms for steps in measured.timeline.bins) < 1000
 
 
-@pytest.mark.parametrize("made", LOADERS)
+@pytest.mark.parametrize("made", in_gate(list(LOADERS), REVERTED))
 @pytest.mark.parametrize("after_ms", [11.0, pytest.param(9.0, marks=pytest.mark.nightly)])
 def test_only_a_slower_setting_is_reverted_and_samples_stay_the_same(
     made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
@@ -430,9 +446,9 @@ def test_only_a_slower_setting_is_reverted_and_samples_stay_the_same(
     steps_ms = iter([10.0, after_ms])
     monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
     monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
-    expected, _, _ = fit([], LOADERS[made], max_epochs=4)
+    expected, _, _ = fit([], LOADERS[made], max_epochs=3)
     callback = AutotuneCallback(max_workers=3)
-    changed, _, error = fit([callback], LOADERS[made], max_epochs=4)
+    changed, _, error = fit([callback], LOADERS[made], max_epochs=3)
     assert error is None
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
@@ -460,7 +476,9 @@ def test_a_slower_setting_is_reverted_within_the_same_epoch(
     assert "and 12.5 with num_workers=3" in own_lines(caplog)[-1]
 
 
-@pytest.mark.parametrize(("without_ms", "expected"), [(6.0, 0), (9.9, 1), (12.0, 1)])
+@pytest.mark.parametrize(
+    ("without_ms", "expected"), [(6.0, 0), (9.9, 1), pytest.param(12.0, 1, marks=pytest.mark.nightly)]
+)
 def test_no_workers_are_compared_by_training_where_trials_cannot_tell(
     without_ms: float, expected: int, trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -500,7 +518,11 @@ class Keeps(Numbers):
         return self.kept[index]
 
 
-def test_trials_wait_for_the_second_epoch_of_a_dataset_that_keeps_what_it_reads(trials: Trials) -> None:
+def test_trials_wait_for_the_second_epoch_of_a_dataset_that_keeps_what_it_reads(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_tuning, "rehearsal_of", in_fit.rehearsal_of)
+
     def loaders() -> dict[str, Any]:
         return {"train_dataloaders": DataLoader(Keeps(60), batch_size=2, shuffle=True)}
 
@@ -607,11 +629,11 @@ def test_invalid_budgets_are_refused(value: Any) -> None:
 
 def test_reloaded_loaders_get_the_tuned_setting(trials: Trials) -> None:
     watching = Watching()
-    expected, _, _ = fit([], module(num_workers=1), max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    expected, _, _ = fit([], module(num_workers=1), max_epochs=3, reload_dataloaders_every_n_epochs=1)
     callbacks = [AutotuneCallback(max_workers=3), watching]
-    changed, _, error = fit(callbacks, module(num_workers=1), max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    changed, _, error = fit(callbacks, module(num_workers=1), max_epochs=3, reload_dataloaders_every_n_epochs=1)
     assert error is None
-    assert watching.last == [3] * 4 or watching.last[1:] == [3] * 3
+    assert watching.last == [3] * 3 or watching.last[1:] == [3] * 2
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
 
@@ -762,7 +784,7 @@ CHANGING: dict[str, Callable[[], Any]] = {
     "is_first_run",
     [pytest.param(True, id="tuned now"), pytest.param(False, id="tuned before", marks=pytest.mark.nightly)],
 )
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", in_gate(list(CHANGING), ["set_epoch", "ours"]))
 def test_tuned_workers_see_dataset_changes_made_between_epochs(name: str, is_first_run: bool, trials: Trials) -> None:
     """Workers that were found earlier have begun when the first epoch does."""
 

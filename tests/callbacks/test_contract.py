@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytorch_lightning
 import torch
+from cells import covering, in_gate
 from lightning.pytorch.loggers import CSVLogger
 from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit
 from torch.utils.data import DataLoader
@@ -26,7 +27,17 @@ SETS: dict[str, Any] = {
     "all": lambda: [NullStreamPrefetch(), GPUStarvationCallback(), ExactResume(), AutotuneCallback()],
     "all, the other way round": lambda: [GPUStarvationCallback(), NullStreamPrefetch()],
 }
-every_set = pytest.mark.parametrize("callbacks", SETS.values(), ids=list(SETS))
+every_set = pytest.mark.parametrize("callbacks", in_gate(SETS, ["all", "all, the other way round"]))
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"fast_dev_run": True},
+    {"val_check_interval": 3},
+    {"accumulate_grad_batches": 2},
+    {"max_steps": 5, "max_epochs": -1},
+    {"enable_progress_bar": True},
+    {"profiler": "simple"},
+    {"barebones": True, "enable_checkpointing": None, "logger": None},
+]
 
 
 def loaders() -> dict[str, Any]:
@@ -49,20 +60,16 @@ def test_passing_a_callback_class_instead_of_an_instance_is_refused(kind: Any, m
     assert str(error) == f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()]."
 
 
-@every_set
 @pytest.mark.parametrize(
-    "options",
+    ("callbacks", "options"),
     [
-        {},
-        {"fast_dev_run": True},
-        {"val_check_interval": 3},
-        {"accumulate_grad_batches": 2},
-        {"max_steps": 5, "max_epochs": -1},
-        {"enable_progress_bar": True},
-        {"profiler": "simple"},
-        {"barebones": True, "enable_checkpointing": None, "logger": None},
+        # The gate has all callbacks with each of the options, and each callback without any.
+        pytest.param(
+            made, options, id=f"{name}-{options}", marks=pytest.mark.nightly if name != "all" and options else ()
+        )
+        for name, made in SETS.items()
+        for options in OPTIONS
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones=True")
 def test_a_fit_with_the_callbacks_matches_one_without_them(callbacks: Any, options: dict[str, Any]) -> None:
@@ -133,8 +140,7 @@ class FailsAt(Recording):
             raise RuntimeError("on purpose")
 
 
-@every_set
-@pytest.mark.parametrize("moment", ["training_step", "validation", "never"])
+@covering(callbacks=SETS, moment=["training_step", "validation", "never"])
 def test_no_wrapper_is_left_on_trainer_or_model_after_a_fit_or_an_error(callbacks: Any, moment: str) -> None:
     def module() -> FailsAt:
         model = FailsAt()

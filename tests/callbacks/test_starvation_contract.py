@@ -11,6 +11,7 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
+from cells import covering
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from measure.small_fits import Memory, Slow, assert_clean, make_loader, make_model, make_trainer, run_fit
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,10 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
-CROSSING = pytest.mark.skipif(
-    tuple(map(int, pytorch_lightning.__version__.split(".")[:2])) < (2, 6),
-    reason="pytorch_lightning before 2.6 refuses every callback that is not based on its own class",
-)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "10", True])
@@ -39,42 +36,39 @@ def test_invalid_every_n_steps_is_refused(value: Any) -> None:
         GPUStarvationCallback(every_n_steps=value)
 
 
-@pytest.mark.parametrize(
-    ("package", "kind"),
-    [
-        (lightning.pytorch, GPUStarvationCallback),
-        (pytorch_lightning, pl.GPUStarvationCallback),
-        pytest.param(pytorch_lightning, GPUStarvationCallback, marks=CROSSING),
-    ],
-    ids=["lightning", "pytorch_lightning", "crossing over"],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"fast_dev_run": True},
-        {"fast_dev_run": 3},
-        {"limit_val_batches": 2, "val_check_interval": 5},
-        {"limit_val_batches": 2, "num_sanity_val_steps": 2},
-        {"profiler": "simple"},
-        {"max_steps": 7, "max_epochs": -1},
-        {"limit_train_batches": 0},
-        {"log_every_n_steps": 0},
-        {"barebones": True, "logger": None, "enable_checkpointing": None, "limit_val_batches": None}
-        | {"enable_progress_bar": None, "enable_model_summary": None},
-        {"overfit_batches": 3},
-        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
-    ],
-    ids=lambda options: " ".join(f"{key}={value}" for key, value in list(options.items())[:2]) or "plain",
-)
+KINDS = {
+    "lightning": (lightning.pytorch, GPUStarvationCallback),
+    "pytorch_lightning": (pytorch_lightning, pl.GPUStarvationCallback),
+}
+if tuple(map(int, pytorch_lightning.__version__.split(".")[:2])) >= (2, 6):  # before, it takes only its own callbacks
+    KINDS["crossing over"] = (pytorch_lightning, GPUStarvationCallback)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"fast_dev_run": True},
+    {"fast_dev_run": 3},
+    {"limit_val_batches": 2, "val_check_interval": 5},
+    {"limit_val_batches": 2, "num_sanity_val_steps": 2},
+    {"profiler": "simple"},
+    {"max_steps": 7, "max_epochs": -1},
+    {"limit_train_batches": 0},
+    {"log_every_n_steps": 0},
+    {"barebones": True, "logger": None, "enable_checkpointing": None, "limit_val_batches": None}
+    | {"enable_progress_bar": None, "enable_model_summary": None},
+    {"overfit_batches": 3},
+    {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+]
+
+
+@covering(kind=KINDS, options=OPTIONS)
 @pytest.mark.filterwarnings(
     "ignore:.*(overfit_batches|barebones|limit_train_batches=0|Override `SequentialSampler)",  # notes on the options
     "ignore:You requested to overfit but enabled train dataloader shuffling",
 )
 def test_the_default_callback_works_with_any_trainer_options(
-    package: Any, kind: type[GPUStarvationCallback], options: dict[str, Any], tmp_path: Path
+    kind: tuple[Any, type[GPUStarvationCallback]], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    starvation = kind()
+    package, callback = kind
+    starvation = callback()
     trainer = make_trainer(starvation, package=package, **({"default_root_dir": tmp_path} | options))
     for _ in range(2):
         trainer.fit(make_model(package), make_loader(8))

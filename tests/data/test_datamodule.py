@@ -605,10 +605,10 @@ class Lesson(Rows):
     "loader",
     [
         LoaderSettings(num_workers=0),
-        LoaderSettings(num_workers=2),
+        pytest.param(LoaderSettings(num_workers=2), marks=pytest.mark.nightly),
         LoaderSettings(num_workers=2, background=2),
         LoaderSettings(num_workers=2, workers="thread"),
-        LoaderSettings(num_workers=2, persistent_workers=False),
+        pytest.param(LoaderSettings(num_workers=2, persistent_workers=False), marks=pytest.mark.nightly),
     ],
     ids=["none", "persistent", "background", "threads", "not persistent"],
 )

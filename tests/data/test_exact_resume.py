@@ -57,10 +57,10 @@ def test_map_style_datasets_resume_exactly_in_mid_epoch(
     callbacks: Any, background: int, shuffle: bool, tmp_path: Path
 ) -> None:
     source = data("map" if shuffle else "in order", num_workers=0, background=background)
-    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 3, 7, 10), max_epochs=3)
+    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 7, 10), max_epochs=3)
 
 
-@pytest.mark.parametrize(("callbacks", "workers"), [(no_callbacks, 0), (prefetching, 0), (prefetching, 2)])
+@pytest.mark.parametrize(("callbacks", "workers"), [(no_callbacks, 0), (prefetching, 2)])
 def test_a_stream_resumes_exactly_at_the_end_of_an_epoch(callbacks: Any, workers: int, tmp_path: Path) -> None:
     source = data("stream", num_workers=workers)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", moment="on_train_epoch_end", count=(0, 1))
@@ -69,9 +69,9 @@ def test_a_stream_resumes_exactly_at_the_end_of_an_epoch(callbacks: Any, workers
 @pytest.mark.parametrize(
     ("moment", "callbacks", "counts"),
     [
-        ("on_validation_end", no_callbacks, (0, 2, 4)),
-        ("on_validation_end", prefetching, (1, 2, 3)),
-        ("on_train_epoch_end", no_callbacks, (0,)),
+        ("on_validation_end", no_callbacks, (0, 3)),
+        ("on_validation_end", prefetching, (2,)),
+        pytest.param("on_train_epoch_end", no_callbacks, (0,), marks=pytest.mark.nightly),
         ("on_train_epoch_end", prefetching, (1,)),
     ],
 )

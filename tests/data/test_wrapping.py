@@ -36,6 +36,7 @@ from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 from lightning_feed.in_fit.replaced_loader import with_setting
 from lightning_feed.in_fit.tuned_loader import LOOK_STEPS
+from lightning_feed.load.rehearsal import Rehearsal, rehearse
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
 
@@ -46,6 +47,12 @@ pytestmark = [
     # What a user's own loaders and the small module bring about.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata, with torch 2.15
 ]
+
+
+@pytest.fixture(autouse=True)
+def _rehearsals_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """load/test_rehearsal.py has real ones, each of several processes."""
+    monkeypatch.setattr(wrapping, "rehearse", lambda _: Rehearsal())
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -199,7 +206,10 @@ class Draws(Rows):
         return torch.tensor([index, self.rng.random()])
 
 
-def test_workers_are_not_added_to_a_dataset_that_a_rehearsal_refuses(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_are_not_added_to_a_dataset_that_a_rehearsal_refuses(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrapping, "rehearse", rehearse)
     data = FastDataModule.wrap(Gives(DataLoader(Draws(), 4)), LoaderSettings(num_workers=2))
     for _ in range(2):
         assert data.train_dataloader().num_workers == 0

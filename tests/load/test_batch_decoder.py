@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from cells import covering
 from torch.utils.data import Dataset
 
 from lightning_feed.errors import DecodeError, LoaderError
@@ -86,8 +87,7 @@ WORKERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WORKERS, ids=str)
-@pytest.mark.parametrize("handed_out", [1, 6])
+@covering(options=WORKERS, handed_out=[1, 6])
 def test_state_with_a_decoder_counts_batches_handed_out_and_resumes(options: dict[str, Any], handed_out: int) -> None:
     def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
         return made(shuffle=True, order=EpochOrder(seed=3, epoch=lambda: 0), **{**options, **more})

@@ -159,8 +159,8 @@ def test_map_style_dataset_resumes_after_any_batch(kind, workers):
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        ("shuffled", "2w"),
-        ("shuffled", "2w-persistent-background"),
+        pytest.param("shuffled", "2w", marks=pytest.mark.nightly),
+        pytest.param("shuffled", "2w-persistent-background", marks=pytest.mark.nightly),
         ("set_epoch", "2w-persistent-background"),
         ("user_generator", "2w"),
         ("rank_1_of_2", "2w-persistent-background"),

@@ -1,7 +1,9 @@
 """Workers go on with the next epoch before it begins: the same batches, and only where nothing may change."""
 
+import functools
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import covering, in_gate
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, seed_everything
 from recording import Recording, by_hook, quiet_trainer
@@ -105,20 +108,19 @@ def wait_for(log: Path, least: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("background", [0, 2])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@covering(sampler=list(SAMPLERS), background=[0, 2])
 def test_workers_prefetch_the_next_epoch_and_batches_stay_the_same(
     sampler: str, background: int, tmp_path: Path
 ) -> None:
-    epochs = Epochs(most=4)
+    epochs = Epochs(most=3)
     log = tmp_path / "log"
     loader = loader_of(Logged(log), epochs.order(), sampler, background=background)
     plain_epochs = Epochs()
     plain = loader_of(Logged(tmp_path / "plain"), plain_epochs.order(goes_on=False), sampler)
-    for epoch in range(4):
+    for epoch in range(3):
         epochs.now = plain_epochs.now = epoch
         assert as_lists(loader) == as_lists(plain)
-        if epoch < 3:
+        if epoch < 2:
             wait_for(log, lines(tmp_path / "plain") + 1)
     assert lines(log) == lines(tmp_path / "plain")  # nothing is made twice, and nothing beyond the last epoch
     loader.close()
@@ -168,7 +170,7 @@ RESTS: dict[str, Callable[[], dict[str, Any]]] = {
     "a connection": lambda: {"data": Kept(multiprocessing.Pipe())},
     "a shared tensor": lambda: {"data": Kept(torch.zeros(1).share_memory_())},
     "set_epoch": lambda: {"data": ToldOfEpochs(None)},
-    "an own sampler": lambda: {"batch_sampler": BatchSampler(OwnSampler(range(SIZE)), 4, drop_last=False)},
+    "own sampler": lambda: {"batch_sampler": BatchSampler(OwnSampler(range(SIZE)), 4, drop_last=False)},
     "the user's generator": lambda: {"generator": torch.Generator().manual_seed(1)},
     "any order": lambda: {"in_order": False},
     "the last epoch": lambda: {"order": Epochs(most=1).order()},
@@ -177,7 +179,14 @@ RESTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESTS)
+@pytest.mark.parametrize(
+    "name",
+    in_gate(
+        list(RESTS),
+        # All that is shared is found by the same walk, of which test_rehearsal.py has the rest.
+        [name for name in RESTS if name in ("a shared value", "a shared tensor") or not re.match("an? ", name)],
+    ),
+)
 def test_next_epoch_is_not_prefetched_where_data_or_order_may_change(name: str) -> None:
     options = {"data": Kept(None), "order": Epochs().order(), **RESTS[name]()}
     loader = loader_of(options.pop("data"), options.pop("order"), **options)
@@ -206,8 +215,7 @@ def test_dataset_change_between_epochs_reaches_the_next_epoch(tmp_path: Path) ->
     shut_down_workers(loader._iterator)
 
 
-@pytest.mark.parametrize("sampler", ["sequential", "shuffled"])
-@pytest.mark.parametrize("epoch", [0, 1, 5])
+@covering(sampler=["sequential", "shuffled"], epoch=[0, 1, 5])
 def test_repeated_or_skipped_epoch_gives_the_batches_of_a_plain_loader(
     sampler: str, epoch: int, tmp_path: Path
 ) -> None:
@@ -292,6 +300,12 @@ def birds() -> dict[str, Any]:
     return {"datamodule": Birds(4, loader=LoaderSettings(num_workers=2))}
 
 
+@functools.cache
+def whole_run() -> list[Any]:
+    """What a fit trains that is never broken off."""
+    return run(birds, [], max_epochs=3)
+
+
 class Began(Callback):
     """Whether the batches of an epoch, and of a validation, were under way before it began."""
 
@@ -314,11 +328,11 @@ class Began(Callback):
         {},
         {"val_check_interval": 2},
         {"check_val_every_n_epoch": 2},
-        {"limit_val_batches": 2},
+        pytest.param({"limit_val_batches": 2}, marks=pytest.mark.nightly),
         {"limit_train_batches": 3},
-        {"num_sanity_val_steps": 2},
+        pytest.param({"num_sanity_val_steps": 0}, marks=pytest.mark.nightly),
         {"reload_dataloaders_every_n_epochs": 2},
-        {"max_steps": 8},
+        pytest.param({"max_steps": 8}, marks=pytest.mark.nightly),
     ],
 )
 def test_fit_with_prefetched_epochs_matches_one_without(
@@ -327,24 +341,29 @@ def test_fit_with_prefetched_epochs_matches_one_without(
     began = Began()
     with_pause, without = Recording(), Recording()
     seed_everything(7, verbose=False)
-    quiet_trainer([began], max_epochs=4, **options).fit(without, **birds())
+    quiet_trainer([began], max_epochs=3, **options).fit(without, **birds())
     monkeypatch.setattr(_host, "next_epoch", lambda *_: None)
     seed_everything(7, verbose=False)
-    quiet_trainer([], max_epochs=4, **options).fit(with_pause, **birds())
+    quiet_trainer([], max_epochs=3, **options).fit(with_pause, **birds())
     assert by_hook(without.events) == by_hook(with_pause.events)
     goes_on = not {"limit_train_batches", "reload_dataloaders_every_n_epochs"} & set(options)
     assert began.train[:2] == [False, goes_on]
     if not options:
-        assert began.validation == [False, True, True, True]
+        assert began.validation == [False, True, True]
 
 
 @pytest.mark.parametrize(
     ("moment", "count"),
-    [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_validation_end", 1), ("on_train_batch_end", 8)],
+    [
+        pytest.param("on_train_epoch_end", 0, marks=pytest.mark.nightly),
+        ("on_train_epoch_end", 1),
+        ("on_validation_end", 1),
+        ("on_train_batch_end", 8),
+    ],
 )
 def test_fit_with_prefetched_epochs_resumes_exactly(moment: str, count: int, tmp_path: Path) -> None:
-    whole = run(birds, [], max_epochs=4)
+    whole = whole_run()
     saved = tmp_path / "saved.ckpt"
-    before = run(birds, [SaveThenDie(moment, count, saved)], max_epochs=4)
-    after = run(birds, [], max_epochs=4, ckpt_path=saved)
+    before = run(birds, [SaveThenDie(moment, count, saved)], max_epochs=3)
+    after = run(birds, [], max_epochs=3, ckpt_path=saved)
     assert before + after == whole

@@ -44,12 +44,19 @@ SLOW = [
     # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
     pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
 ]
+COMPOSITIONS = [*product(MAKERS, (0, 2), (False, True))]
+
+
+def marks_of(maker, ahead, decoded):
+    """The gate has each of a maker's neighbours once: makers without a decoder and with a thread ahead take turns with
+    those that have both or none."""
+    in_turn = (ahead > 0) == decoded if [*MAKERS].index(maker) % 2 else (ahead > 0) != decoded
+    return [*(SLOW if maker == "ray" else ()), *([] if in_turn else [pytest.mark.nightly])]
+
+
 every_composition = pytest.mark.parametrize(
     ("maker", "ahead", "decoded"),
-    [
-        pytest.param(maker, ahead, decoded, marks=SLOW if maker == "ray" else ())
-        for maker, ahead, decoded in product(MAKERS, (0, 2), (False, True))
-    ],
+    [pytest.param(*composition, marks=marks_of(*composition)) for composition in COMPOSITIONS],
 )
 
 
@@ -157,8 +164,10 @@ def test_where_names_the_samples_that_a_waiting_pass_waits_for(maker, ahead, dec
     ("maker", "ahead", "decoded"),
     [
         # With a thread ahead of worker processes it takes the 5 s after which torch looks whether they live.
-        pytest.param(maker, ahead, decoded, marks=SLOW if maker == "ray" else pytest.mark.slow if ahead else ())
-        for maker, ahead, decoded in product(MAKERS, (0, 2), (False, True))
+        pytest.param(
+            maker, ahead, decoded, marks=[*marks_of(maker, ahead, decoded), *([pytest.mark.slow] * bool(ahead))]
+        )
+        for maker, ahead, decoded in COMPOSITIONS
     ],
 )
 def test_ctrl_c_ends_a_waiting_pass(maker, ahead, decoded, tmp_path):

@@ -83,7 +83,7 @@ def test_a_loader_warns_once_of_a_stream_that_its_workers_do_not_divide(
     dataset: Any, workers: int, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = FeedLoader(dataset, batch_size=2, num_workers=workers)
-    for _ in range(2):
+    for _ in range(1 + count):
         list(loader)
     assert len(_warnings(caplog)) == count
     assert all(_WORDS in message for message in _warnings(caplog))

@@ -62,7 +62,12 @@ def test_random_samples_are_independent_of_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize(
     ("callbacks", "background", "count"),
-    [(list, 0, 3), (list, 2, 7), (lambda: [NullStreamPrefetch()], 2, 9), (lambda: [NullStreamPrefetch()], 0, 7)],
+    [
+        pytest.param(list, 0, 3, marks=pytest.mark.nightly),
+        (list, 2, 7),
+        pytest.param(lambda: [NullStreamPrefetch()], 2, 9, marks=pytest.mark.nightly),
+        (lambda: [NullStreamPrefetch()], 0, 7),
+    ],
 )
 def test_a_run_with_random_samples_resumes_exactly(callbacks: Any, background: int, count: int, tmp_path: Path) -> None:
     def source() -> dict[str, Any]:

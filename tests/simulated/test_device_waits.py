@@ -12,10 +12,17 @@ from simulated.training import Model, SimulatedLoader, evaluate, fit
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, watch_loader
-from lightning_feed.measure.device_waits import SAMPLED_STEPS
+from lightning_feed.measure import device_waits
 from lightning_feed.measure.measurements import DeviceWait
 
-STEPS = 100
+STEPS = 50
+SAMPLED = 8
+
+
+@pytest.fixture(autouse=True)
+def few_steps_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short fit samples all of them."""
+    monkeypatch.setattr(device_waits, "SAMPLED_STEPS", SAMPLED)
 
 
 class Reads(Model):
@@ -98,8 +105,8 @@ def test_the_line_that_waits_in_each_step_is_found(kind: type[Model], owner: Any
         line=line_of(owner, code),
         code=code,
         is_users=True,
-        steps=SAMPLED_STEPS,
-        sampled_steps=SAMPLED_STEPS,
+        steps=SAMPLED,
+        sampled_steps=SAMPLED,
     )
     assert wait.in_most_steps
 
@@ -154,7 +161,7 @@ def test_the_waiting_line_of_a_loop_without_a_trainer_is_found() -> None:
         measured = loader.report().measurements
         loader.close()
     [wait] = measured.facts.waits or ()
-    assert (wait.file, wait.code, wait.steps) == (__file__, "loss.sum().item()", SAMPLED_STEPS)
+    assert (wait.file, wait.code, wait.steps) == (__file__, "loss.sum().item()", SAMPLED)
     assert device.get_sync_debug_mode() == 0
 
 
@@ -209,7 +216,7 @@ def test_a_filter_of_the_user_within_a_step_does_not_meet_the_warnings_of_torch(
             return loss
 
     [wait] = waits_of(Filters)
-    assert (wait.code, wait.steps) == ("loss.item()", SAMPLED_STEPS)
+    assert (wait.code, wait.steps) == ("loss.item()", SAMPLED)
     assert shown == []
 
 

@@ -87,10 +87,16 @@ class AddsToGraphs(DividesGraphs):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(
-    ("model", "host_keys"),
-    [(AnyBatch, ()), (AnyBatch, ("graph",)), (LeavesGraphs, ()), (DividesGraphs, ()), (AddsToGraphs, ())],
+    ("model", "host_keys", "depth"),
+    [
+        (AnyBatch, (), 1),
+        (AnyBatch, ("graph",), 3),
+        (LeavesGraphs, (), 1),
+        (DividesGraphs, (), 3),
+        (AddsToGraphs, (), 3),
+        pytest.param(AddsToGraphs, (), 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_graph_batches_on_device_host_or_both_train_without_races(
     model: type[Model], host_keys: tuple[str, ...], depth: int

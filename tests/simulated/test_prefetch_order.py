@@ -88,7 +88,7 @@ def failing(at: int | None) -> Any:
     return make
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     model=st.sampled_from(sorted(MODELS)),
     depth=st.integers(1, 3),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import covering, in_gate
 from simulated.device import MS, SimulatedDevice
 from simulated.grid import BYTES, Case, run
 from simulated.training import Model, SimulatedLoader, evaluate, fit
@@ -23,10 +24,21 @@ CASES = [
     *(Case(*durations, *how) for how in product([True, False], repeat=3) for durations in DURATIONS),
     *(Case(*durations, pinned=True, synchronises=waits) for waits in (False, True) for durations in TIES),
 ]
+DEPTHS = [None, 2, 1]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("depth", [None, 2, pytest.param(1, marks=pytest.mark.nightly)])
+def with_depths() -> list[Any]:
+    """Each case with each depth. The gate has each case once or not at all, and in turn without and with a depth."""
+    cells = []
+    for number, case in enumerate(CASES):
+        turn = (number + number // len(DEPTHS)) % len(DEPTHS)
+        for place, depth in enumerate(DEPTHS):
+            marks = [] if place == turn and depth != 1 else [pytest.mark.nightly]
+            cells.append(pytest.param(case, depth, id=f"{case}-{depth}", marks=marks))
+    return cells
+
+
+@pytest.mark.parametrize(("case", "depth"), with_depths())
 def test_step_time_and_reported_starvation_match_theory(case: Case, depth: int | None) -> None:
     expected = case.plain_ms() if depth is None else case.prefetched_ms(depth)
     outcome = run(case, depth)
@@ -35,7 +47,9 @@ def test_step_time_and_reported_starvation_match_theory(case: Case, depth: int |
     assert outcome.starved_pct == pytest.approx(outcome.truly_starved_pct, abs=1)
 
 
-@pytest.mark.parametrize("durations", [(11, 5, 2), (11, 11, 2), (5, 2, 2), (5, 11, 2)])
+@pytest.mark.parametrize(
+    "durations", in_gate([(11, 5, 2), (11, 11, 2), (5, 2, 2), (5, 11, 2)], [(11, 5, 2), (5, 11, 2)])
+)
 def test_copies_overlap_with_compute_as_far_as_theory_allows(durations: tuple[float, float, float]) -> None:
     case = Case(*durations)
     reach = 100 * min(1, case.compute / case.copy)
@@ -114,8 +128,7 @@ def test_the_run_ahead_of_small_batches_is_bounded_by_bytes_and_count(monkeypatc
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("every", [2, 3, 5])
+@covering(depth=[1, 2, 3], every=[2, 3, 5])
 def test_prefetched_memory_is_bounded_when_validation_interrupts_training(depth: int, every: int) -> None:
     device = SimulatedDevice()
     train = SimulatedLoader(device, 16)
@@ -127,8 +140,7 @@ def test_prefetched_memory_is_bounded_when_validation_interrupts_training(depth:
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-@pytest.mark.parametrize("depth", [1, 3])
+@covering(entry=["validate", "test", "predict"], depth=[1, 3])
 def test_prefetched_evaluation_is_race_free_bounded_and_hides_copies(entry: Any, depth: int) -> None:
     steps = {}
     for callbacks in ([], [PrefetchCallback(depth=depth)]):
