@@ -302,7 +302,23 @@ CHECKS = {
 }
 
 
-TAKES_LONG = ("`diagnose`", "exact resume, our loader", "exact resume, its loader")
+TAKES_LONG = {
+    "`diagnose`": ("webdataset", "PyTorch Geometric"),
+    "exact resume, our loader": (
+        "LitData",
+        "Hugging Face datasets, map-style",
+        "PyTorch Geometric",
+        "torch's DataPipes",
+    ),
+    "exact resume, its loader": ("LitData", "webdataset", "torchdata.nodes", "PyTorch Geometric"),
+}
+"""Checks that are slow, with the rows that the gate tries; the others are tried nightly."""
+
+
+def marks_of(row: str, column: str) -> list[pytest.MarkDecorator]:
+    if column not in TAKES_LONG:
+        return []
+    return [pytest.mark.slow] if row in TAKES_LONG[column] else [pytest.mark.slow, pytest.mark.nightly]
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -322,8 +338,8 @@ def test_the_compatibility_table_lists_every_kind_and_check() -> None:
 @pytest.mark.parametrize(
     ("row", "column", "cell"),
     [
-        pytest.param(*cell, marks=[pytest.mark.slow] if cell[1] in TAKES_LONG else [], id=f"{cell[0]}: {cell[1]}")
-        for cell in table()
+        pytest.param(row, column, cell, marks=marks_of(row, column), id=f"{row}: {column}")
+        for row, column, cell in table()
     ],
 )
 def test_each_cell_of_the_compatibility_table_holds(row: str, column: str, cell: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -211,7 +212,9 @@ def _of_the_site(test: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documentation, built."""
+    """The documentation, as the gate has just built it, or built now."""
+    if "LIGHTNING_FEED_SITE" in os.environ:
+        return Path(os.environ["LIGHTNING_FEED_SITE"])
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "dirhtml", str(ROOT / "docs"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

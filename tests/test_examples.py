@@ -43,6 +43,7 @@ def test_before_after_prints_both_times_and_their_ratio(tmp_path: Path) -> None:
     assert float(ratio) > 0
 
 
+@pytest.mark.nightly  # test_gallery.py compares its words and plots
 @pytest.mark.alone  # beside other programs a diagnosis may find nothing to advise
 def test_the_tour_notebook_runs_and_shows_its_committed_output(tmp_path: Path) -> None:
     with warnings.catch_warnings():

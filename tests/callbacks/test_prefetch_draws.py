@@ -67,7 +67,7 @@ def precision(name: str) -> dict[str, Any]:
     return {"precision": name}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     manual=st.booleans(),
     optimizers=st.integers(1, 2),

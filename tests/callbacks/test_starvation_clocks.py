@@ -245,10 +245,10 @@ class TimedLoader(DataLoader[Any]):
     ("workers", "data_ms", "compute_ms", "ideal_pct"),
     [
         (0, 20, 20, 50),
-        (0, 36, 4, 90),
-        (0, 4, 36, 10),
+        pytest.param(0, 36, 4, 90, marks=pytest.mark.nightly),
+        pytest.param(0, 4, 36, 10, marks=pytest.mark.nightly),
         (2, 80, 20, 50),  # two workers give a batch every 40 ms
-        (2, 30, 60, 0),
+        pytest.param(2, 30, 60, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_the_starved_share_matches_an_independent_clock(

@@ -267,7 +267,12 @@ def run_of(clock: Clock, *others: Any, epochs: int = 10, **options: Any) -> Diag
     ("options", "where", "code"),
     [
         ({}, "check_val_every_n_epoch: 1 -> 5 in your Trainer", "check_val_every_n_epoch=5"),
-        ({"val_check_interval": 4}, "val_check_interval: 4 -> 1.0 in your Trainer", "val_check_interval=1.0"),
+        pytest.param(
+            {"val_check_interval": 4},
+            "val_check_interval: 4 -> 1.0 in your Trainer",
+            "val_check_interval=1.0",
+            marks=pytest.mark.nightly,
+        ),
         (
             {"val_check_interval": 6, "check_val_every_n_epoch": None},
             "val_check_interval: 6 -> 60 in your Trainer",
@@ -309,7 +314,12 @@ def test_the_remedy_for_costly_checkpoints_saves_them_less_often(clock: Clock, t
         ({"interval": "epoch"}, {}, None),  # Lightning raises at the end of an epoch without the metric
         ({"interval": "epoch", "strict": False}, {}, "check_val_every_n_epoch=5"),
         ({"interval": "epoch"}, {"val_check_interval": 4}, "val_check_interval=1.0"),
-        ({"interval": "epoch"}, {"val_check_interval": 6, "check_val_every_n_epoch": None}, None),
+        pytest.param(
+            {"interval": "epoch"},
+            {"val_check_interval": 6, "check_val_every_n_epoch": None},
+            None,
+            marks=pytest.mark.nightly,
+        ),
         ({"interval": "step", "frequency": 4}, {"val_check_interval": 4}, None),
     ],
 )

@@ -51,7 +51,12 @@ def prefetching() -> list[Callback]:
 
 @pytest.mark.parametrize(
     ("callbacks", "background", "shuffle"),
-    [(no_callbacks, 0, False), (no_callbacks, 2, True), (prefetching, 0, True), (prefetching, 2, False)],
+    [
+        pytest.param(no_callbacks, 0, False, marks=pytest.mark.nightly),
+        (no_callbacks, 2, True),
+        (prefetching, 0, True),
+        pytest.param(prefetching, 2, False, marks=pytest.mark.nightly),
+    ],
 )
 def test_map_style_datasets_resume_exactly_in_mid_epoch(
     callbacks: Any, background: int, shuffle: bool, tmp_path: Path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from cells import in_gate
 
 PARTS = """
 from pathlib import Path
@@ -253,7 +254,7 @@ def test_failed_diagnosis_runs_no_code_after_the_fit(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", in_gate(list(ENDS), ["another thread"]))
 def test_program_ends_at_its_fit_whatever_code_surrounds_it(name: str, project: Path) -> None:
     (project / "careless.py").write_text(BEGIN + ENDS[name])
     done = run(project, *QUICK, "careless.py")
@@ -302,10 +303,11 @@ def test_ctrl_c_does_not_reach_the_program(project: Path) -> None:
             "plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs.",
             4,
         ),
-        (
+        pytest.param(
             ("lcli.py", "--", "fit", "--config", "c.yaml"),
             "lcli.py was ended where it calls fit at lcli.py:6. It would now train for 4 epochs.",
             8,
+            marks=pytest.mark.nightly,  # as with `tune` below
         ),
         (
             ("with_hydra.py", "--", "data.batch_size=2", "hydra.run.dir=out"),

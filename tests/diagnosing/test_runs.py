@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import in_gate
 from diagnosing.small_runs import PACKAGES, Numbers, make_parts, make_trainer, short_diagnosis
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -157,7 +158,7 @@ class SaysLess(SaysAnother):
     [
         lambda: DataLoader(Numbers(), 4, sampler=Endless()),
         lambda: SaysMore(Numbers(), 4),
-        lambda: SaysLess(Numbers(), 4),
+        pytest.param(lambda: SaysLess(Numbers(), 4), marks=pytest.mark.nightly),
     ],
     ids=["endless", "more", "less"],
 )
@@ -190,7 +191,7 @@ def test_replay_on_the_device_does_not_repeat_the_batch_transfer() -> None:
     assert calls["on_after_batch_transfer"] <= run.QUICK_RUN_STEPS + session.WARM_UP_STEPS
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", in_gate([True, False], [True]))
 def test_compiled_modules_are_diagnosed(whole: bool) -> None:
     class Plain(Module):  # type: ignore[misc,valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

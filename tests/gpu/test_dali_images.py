@@ -178,7 +178,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     assert module.failures() == 2
 
 
-@pytest.mark.gpu(twin="data/test_dali_images.py::test_fifty_pipeline_rebuilds_do_not_leak_memory")
+@pytest.mark.gpu(twin="data/test_dali_images.py::test_pipeline_rebuilds_do_not_leak_memory")
 def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()

@@ -2,16 +2,16 @@
 
 import gc
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from load.numbered import SIZE, NoisyEverywhere, Rows, epochs, order
 from recording import Numbers
 from resuming import assert_resumes_exactly
@@ -312,14 +312,14 @@ def samples_of(loader):
     return {tuple(sample) for batch in loader for sample in batch}
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_persistent_workers_unpickle_the_dataset_once(persistent):
     loader = on_ray(Copied(40), batch_size=2, collate_fn=list, persistent_workers=persistent)
     first, second = ({sample[:2] for sample in samples_of(loader)} for _ in range(2))
     assert (len(first | second) == len({pid for pid, _ in first | second})) == persistent
 
 
-@pytest.mark.parametrize("how", ["close", "garbage"])
+@pytest.mark.parametrize("how", [pytest.param("close", marks=pytest.mark.nightly), "garbage"])
 def test_queued_batches_of_an_abandoned_pass_are_not_loaded(how, tmp_path):
     class Noting(Rows):
         def __getitem__(self, index):
@@ -470,15 +470,14 @@ print([index for batch in loader for index in batch.tolist()])
 @pytest.mark.timeout(300)
 def test_each_rank_loads_its_own_share_of_the_samples(tmp_path):
     given = [ray.get_runtime_context().gcs_address, str(tmp_path / "meeting")]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True, env=env)
-        for rank in range(2)
-    ]
+    files = [tmp_path / f"rank {rank}" for rank in range(2)]
+    ranks = [warm.start_into(file, ["-c", RANK, rank, *given]) for rank, file in enumerate(files)]
     try:
-        shares = [eval(rank.communicate(timeout=250)[0]) for rank in ranks]
+        assert [rank.wait(250) for rank in ranks] == [0, 0], [file.read_text() for file in files]
     finally:
         for rank in ranks:
-            rank.kill()
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+    shares = [eval(file.read_text().splitlines()[-1]) for file in files]
     assert [len(share) for share in shares] == [12, 12]
     assert sorted(shares[0] + shares[1]) == list(range(24))

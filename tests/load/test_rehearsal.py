@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cells import in_gate
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from lightning_feed.load import rehearsal as module
@@ -62,11 +63,11 @@ def reason(make: Callable[[int], Any], **options: Any) -> str:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda index: torch.tensor([index, 2.0 * index]),
+        pytest.param(lambda index: torch.tensor([index, 2.0 * index]), marks=pytest.mark.nightly),
         lambda index: {"image": np.full((3, 4), index), "name": f"{index}.jpg", "size": (index, 2.5)},
-        lambda index: torch.rand(3),
+        pytest.param(lambda index: torch.rand(3), marks=pytest.mark.nightly),
         lambda index: (random.random(), float(np.random.rand())),
-        lambda index: os.urandom(4),
+        pytest.param(lambda index: os.urandom(4), marks=pytest.mark.nightly),
         lambda index: (index, time.monotonic_ns()),
     ],
     ids=["tensors", "a dict", "torch's numbers", "default generators", "the system's numbers", "the time"],
@@ -219,7 +220,9 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name", in_gate(list(STATES), ["slots", "global", "torch generator", "counter", "state of a C library"])
+)
 def test_a_sample_that_depends_on_what_was_read_before_it_is_refused(name: str) -> None:
     refusal = rehearsed(STATES[name]()).refusal
     assert refusal is not None
@@ -445,7 +448,7 @@ def test_a_dataset_that_keeps_what_it_reads_is_told_by_its_speed() -> None:
     assert not rehearsed(slow.__wrapped__).keeps
 
 
-@pytest.mark.parametrize("read_before", [0.5, 0.7])
+@pytest.mark.parametrize("read_before", in_gate([0.5, 0.7], [0.7]))
 def test_a_dataset_of_which_training_has_read_a_part_still_keeps_the_rest(read_before: float) -> None:
     """The part is fast in each process that is forked from now on."""
 

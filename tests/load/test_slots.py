@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cells import covering
 from PIL import Image
 from slot_memory import FakeDevice, memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
@@ -206,8 +207,7 @@ SUBCLASSES = {
 }
 
 
-@pytest.mark.parametrize("name", SUBCLASSES)
-@pytest.mark.parametrize("kind", ["Tensor", "TVTensor"])
+@covering(name=list(SUBCLASSES), kind=["TVTensor", "Tensor"])
 def test_subclasses_of_tensor_in_slots_equal_those_of_torch(name, kind):
     dataset, collate = SUBCLASSES[name]
     with tv_tensors.set_return_type(kind):
@@ -218,8 +218,7 @@ def test_subclasses_of_tensor_in_slots_equal_those_of_torch(name, kind):
         assert [part.spacing for part, *_ in ways[0]] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("name", SUBCLASSES)
-@pytest.mark.parametrize("kind", ["Tensor", "TVTensor"])
+@covering(name=list(SUBCLASSES), kind=["TVTensor", "Tensor"])
 def test_subclasses_of_tensor_lie_in_slots(name, kind):
     dataset, collate = SUBCLASSES[name]
     with tv_tensors.set_return_type(kind):

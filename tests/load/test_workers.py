@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import traceback
+from itertools import product
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ RAY = pytest.param(
         pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
     ],
 )
-every_kind = pytest.mark.parametrize("kind", ["none", "process", "thread", RAY])
+KINDS = ["none", "process", "thread", RAY]
+every_kind = pytest.mark.parametrize("kind", KINDS)
 every_worker = pytest.mark.parametrize("kind", ["process", "thread", RAY])
 local = pytest.mark.parametrize("kind", ["none", "process", "thread"])
 ours = pytest.mark.parametrize("kind", ["thread", RAY])
@@ -89,8 +91,20 @@ def loader_of(kind, dataset, **options):
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
-@every_kind
-@pytest.mark.parametrize("number", range(len(LOADERS)))
+def in_turn(*cells, every):
+    """Each kind with each of the cells, of which the gate has one in ``every``, others for each kind."""
+    return [
+        pytest.param(
+            *getattr(kind, "values", (kind,)),
+            *cell,
+            marks=[*getattr(kind, "marks", ()), *([pytest.mark.nightly] if (number + place) % every else [])],
+        )
+        for place, kind in enumerate(KINDS)
+        for number, cell in enumerate(cells)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "number"), in_turn(*zip(range(len(LOADERS))), every=2))
 def test_batches_equal_those_of_a_dataloader(kind, number):
     given, dataset = list(LOADERS.values())[number], (Rows, Whole)[number % 2]
     options = [{}, {"background": 2}, {} if kind == "none" else {"persistent_workers": True}][number % 3]
@@ -299,9 +313,10 @@ class Pairs(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
 
 
-@every_kind
-@pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
-@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Pairs(RandomSampler(range(SIZE)))}])
+COPIED = product([True, False], [{"batch_size": 2}, {"batch_sampler": Pairs(RandomSampler(range(SIZE)))}])
+
+
+@pytest.mark.parametrize(("kind", "wrapped", "options"), in_turn(*COPIED, every=3))
 def test_lightning_can_copy_a_loader_with_another_sampler(kind, wrapped, options):
     given = order()
     if wrapped:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import covering, in_gate
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.load.loader import FeedLoader
@@ -97,8 +98,7 @@ LOADERS: dict[str, Callable[[Samples], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", ["process", "thread"])
-@pytest.mark.parametrize("background", [0, 2])
+@covering(workers=["process", "thread"], background=[0, 2])
 def test_one_slow_sample_in_twenty_shows_as_head_of_line_waiting(workers: Any, background: int) -> None:
     samples = Samples(block_s=0.002, slow_s=0.12, every=20)
     loader = FeedLoader(
@@ -109,7 +109,7 @@ def test_one_slow_sample_in_twenty_shows_as_head_of_line_waiting(workers: Any, b
     assert 35 < stats.head_of_line_pct < 75  # two of three workers idle, most of the time
 
 
-@pytest.mark.parametrize("workers", ["process", "thread"])
+@pytest.mark.parametrize("workers", in_gate(["process", "thread"], ["process"]))
 def test_equally_fast_workers_show_little_head_of_line_waiting(workers: Any) -> None:
     # Later batches are there at the end of most waits, and with some luck half of the time; but all go on working.
     loader = FeedLoader(Samples(block_s=0.04), batch_size=None, num_workers=4, prefetch_factor=2, workers=workers)

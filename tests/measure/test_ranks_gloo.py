@@ -171,7 +171,7 @@ def fit_watched(rank: int, world_size: int, slow_rank: int | None, folder: str, 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     slow = world_size - 1
     first, *others = in_ranks(world_size, fit_watched, tmp_path, world_size, slow, str(tmp_path))
@@ -181,6 +181,7 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
     assert capfd.readouterr().out.count("FEED") == 1  # and prints, at the end of so short a fit
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_callback_names_the_slow_rank_under_ddp_spawn(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def is_tried(remedy: Remedy) -> bool:
     return remedy.tried_ms is not None
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases())
 def test_advice_is_consistent_and_ends(case: Case) -> None:
     seen: list[Case] = []

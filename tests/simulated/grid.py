@@ -7,7 +7,7 @@ from simulated.training import Model, SimulatedLoader, fit, idle_ns
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 
-STEPS = 60
+STEPS = 45
 BYTES = 4 * 8 * 4
 """Of a batch."""
 
@@ -57,12 +57,12 @@ class Outcome(NamedTuple):
     races: list[str]
 
 
-def run(case: Case, depth: int | None) -> Outcome:
+def run(case: Case, depth: int | None, steps: int = STEPS) -> Outcome:
     """Train; without PrefetchCallback where ``depth`` is None."""
     device = SimulatedDevice(copy_bytes_per_ms=BYTES / case.copy)
     model = Model(device, case.compute, synchronise=case.synchronises)
     loader = SimulatedLoader(
-        device, STEPS, period_ms=case.load, pinned=case.pinned, in_main_process=case.in_main_process
+        device, steps, period_ms=case.load, pinned=case.pinned, in_main_process=case.in_main_process
     )
     starvation = GPUStarvationCallback(report=False)
     callbacks: list[Any] = [starvation] if depth is None else [PrefetchCallback(depth=depth), starvation]

@@ -157,7 +157,7 @@ def measured(
 @pytest.mark.parametrize("prefetch", in_gate([False, True], [True]))
 def test_parts_sampled_in_some_steps_match_those_of_all_steps(prefetch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> StarvationStats:
-        return measured(Uneven, *([PrefetchCallback()] if prefetch else []), steps=400)
+        return measured(Uneven, *([PrefetchCallback()] if prefetch else []), steps=320)
 
     stats = run()
     monkeypatch.setattr(step_meter, "is_divided", lambda number: True)

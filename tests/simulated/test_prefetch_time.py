@@ -53,7 +53,7 @@ def test_step_time_and_reported_starvation_match_theory(case: Case, depth: int |
 def test_copies_overlap_with_compute_as_far_as_theory_allows(durations: tuple[float, float, float]) -> None:
     case = Case(*durations)
     reach = 100 * min(1, case.compute / case.copy)
-    assert run(case, 1).copied_under_compute_pct == pytest.approx(reach, abs=2)
+    assert run(case, 1, steps=60).copied_under_compute_pct == pytest.approx(reach, abs=2)
     assert run(case, None).copied_under_compute_pct == 0
 
 
@@ -163,8 +163,8 @@ def test_running_ahead_on_small_batches_hides_loader_stalls() -> None:
     def step_ms(*callbacks: Any) -> float:
         device = SimulatedDevice(copy_bytes_per_ms=BYTES)
         model = Model(device, compute_ms=10)
-        fit(device, model, SimulatedLoader(device, 200, periods_ms=[2.0] * 19 + [100.0]), *callbacks)
-        return (model.ended_at[-1] - model.ended_at[39]) / 160 / MS
+        fit(device, model, SimulatedLoader(device, 120, periods_ms=[2.0] * 19 + [100.0]), *callbacks)
+        return (model.ended_at[-1] - model.ended_at[39]) / 80 / MS
 
     assert step_ms() == pytest.approx(11, rel=0.02)  # its copies are in the way
     assert step_ms(PrefetchCallback()) == pytest.approx(10, rel=0.02)

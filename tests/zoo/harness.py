@@ -26,8 +26,8 @@ import warm
 
 HERE = Path(__file__).parent
 RECORDER = HERE / "recorder"
-PRELOADED = ["lightning.pytorch", "pytorch_lightning", "timm", "albumentations", "torch_geometric.nn", "transformers"]
-"""Imported once, in the process that all programs are forked from."""
+PRELOADED = ["lightning.pytorch", "pytorch_lightning", "timm", "albumentations"]
+"""Imported once, in the process that all programs are forked from: what the projects of the gate import."""
 PROGRAM = f"""
 import sys
 sys.path.insert(0, {str(HERE.parent)!r})
