@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cells import in_gate
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -233,9 +234,7 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FITS = (with_loggers, with_workers, with_moves)
-MARKS = {with_loggers: [], with_workers: [pytest.mark.nightly], with_moves: [pytest.mark.nightly]}
-"""The gate has one of the fits."""
-PARTS = 3
+PARTS = 6
 
 
 def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Function, CodeType]:
@@ -248,8 +247,8 @@ def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("make", [pytest.param(make, id=make.__name__, marks=MARKS[make]) for make in FITS])
+@pytest.mark.parametrize("part", in_gate(range(PARTS), [0]))
+@pytest.mark.parametrize("make", in_gate({make.__name__: make for make in FITS}, ["with_loggers"]))
 def test_an_error_in_any_observer_does_not_end_or_change_the_run(
     make: Callable[[Path], Fit],
     part: int,
