@@ -516,7 +516,7 @@ class Keeps(Numbers):
 def test_trials_wait_for_the_second_epoch_of_a_dataset_that_keeps_what_it_reads(
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit_tuning, "rehearsal_of", in_fit.rehearsal_of)
+    monkeypatch.setattr(fit_tuning, "rehearsal_of", goal_file.rehearsal_of)
 
     def loaders() -> dict[str, Any]:
         return {"train_dataloaders": DataLoader(Keeps(60), batch_size=2, shuffle=True)}
