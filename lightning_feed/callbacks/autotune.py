@@ -138,8 +138,9 @@ class AutotuneCallback(Callback):
         self._guard.measure(self._start_measuring, trainer)
 
     def _start_measuring(self, trainer: AnyTrainer) -> None:
-        is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in _host.callbacks_of(trainer))
-        if self._tuning is not None and self._tuning.measures_steps and not is_measured:
+        if self._tuning is None or not self._tuning.measures_steps:
+            return
+        if not _starvation_callbacks(trainer):
             self._run = StarvationRun(trainer, guard=self._guard)
             self._run.start()
 
@@ -149,22 +150,12 @@ class AutotuneCallback(Callback):
         if run is not None:
             run.close()
 
-    def _measuring_run(self, trainer: AnyTrainer) -> StarvationRun | None:
-        """Return the run that measures the steps, of this callback or of a GPUStarvationCallback; None if there is
-        none."""
-        if self._run is not None:
-            return self._run
-        for callback in _host.callbacks_of(trainer):
-            if isinstance(callback, GPUStarvationCallback):
-                return callback.measured_fit
-        return None
-
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch of this callback's own measurement. Trials that waited for this epoch run after some steps."""
         if self._run is not None:
             self._run.epoch_began()
-        run = self._measuring_run(trainer)
+        run = self._run or _run_of_another_callback(trainer)
         if self._tuning is not None and run is not None:
             self._tuning.epoch_began(run)
 
@@ -189,7 +180,7 @@ class AutotuneCallback(Callback):
     def _measure_step(self, trainer: AnyTrainer, tuning: FitTuning) -> None:
         if self._run is not None:
             self._run.step_ended()
-        run = self._measuring_run(trainer)
+        run = self._run or _run_of_another_callback(trainer)
         if run is not None:
             tuning.step_ended(run)
 
@@ -236,7 +227,9 @@ class AutotuneCallback(Callback):
 
     def _begin_tuning(self, trainer: AnyTrainer, loader: AnyLoader) -> FitTuning | None:
         """Begin with the result of an earlier run, or with the user's setting. Returns None if nothing may change."""
-        why_not = next(filter(None, gather(trainer, self._why_not(loader))), "")  # so that all ranks try, or none
+        why_not = next(
+            filter(None, gather(trainer, _why_not(self._loaders, loader))), ""
+        )  # so that all ranks try, or none
         if not why_not:
             tuning = self._tuning_of(trainer, loader)
             why_not = tuning.recall()
@@ -249,19 +242,37 @@ class AutotuneCallback(Callback):
         options = TrialOptions(max_workers=self.max_workers, budget_s=self.budget_s)
         return FitTuning(trainer, loader, options, self._guard, self._log(trainer))
 
-    def _why_not(self, loader: object) -> str:
-        if self._loaders != 1:
-            return f"there are {self._loaders} training loaders"
-        if isinstance(loader, ResidentLoader):
-            return "the training set is on the device, so there is nothing to load"
-        if not isinstance(loader, DataLoader):
-            return f"the training loader ({type(loader).__name__}) is not a DataLoader"
-        return why_fixed(loader)
-
     def _begin_epoch(self, original: Original, *args: Any) -> Any:
         if self._tuning is not None:
             self._guard.measure(self._tuning.loader.epoch_begins)
         return original(*args)
+
+
+def _starvation_callbacks(trainer: AnyTrainer) -> list[GPUStarvationCallback]:
+    return [callback for callback in _host.callbacks_of(trainer) if isinstance(callback, GPUStarvationCallback)]
+
+
+def _run_of_another_callback(trainer: AnyTrainer) -> StarvationRun | None:
+    """Return the run that a GPUStarvationCallback measures; None if there is none."""
+    for callback in _starvation_callbacks(trainer):
+        return callback.measured_fit
+    return None
+
+
+def _why_not(loaders: int, loader: object) -> str:
+    """Return the reason why a fit's loader is left alone, known without a rehearsal; empty if none is.
+
+    Args:
+        loaders: number of training loaders.
+        loader: one of them.
+    """
+    if loaders != 1:
+        return f"there are {loaders} training loaders"
+    if isinstance(loader, ResidentLoader):
+        return "the training set is on the device, so there is nothing to load"
+    if not isinstance(loader, DataLoader):
+        return f"the training loader ({type(loader).__name__}) is not a DataLoader"
+    return why_fixed(loader)
 
 
 class GivenWorkers(AutotuneCallback):
