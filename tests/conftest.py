@@ -280,6 +280,21 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+MANY_MODULES = 100
+"""More modules than a test of ours imports by itself: it has imported a library."""
+
+
+@pytest.fixture(autouse=True)
+def _libraries_are_kept_from_the_garbage_collector() -> Iterator[None]:
+    """As pytest_collection does with what test files import: some tests are the first to import a large library, and
+    all collections of this process would take half a second from then on."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with the mark ``gpu`` have less time, and fits that are small on purpose.

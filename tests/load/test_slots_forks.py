@@ -24,7 +24,7 @@ class Filled(Dataset):
     """Sample ``i`` is full of ``i``."""
 
     def __len__(self):
-        return 80
+        return 200
 
     def __getitem__(self, index):
         return torch.full((1000,), float(index))
@@ -110,7 +110,7 @@ def test_held_batches_stay_as_they_are_in_forked_children(kind):
     loader = loader_of(kind)
     children = []
     for number, batch in enumerate(loader):
-        if number % 4 == 0:
+        if number % 10 == 0:
             children.append(Child(lambda held=batch, number=number: is_batch(held, number)))
     del batch
     for _ in loader:  # every free slot is written several times

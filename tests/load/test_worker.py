@@ -34,14 +34,22 @@ def seed(worker_id: int, rank: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests call in this process what is meant for a worker; put its state back."""
     torch.set_num_threads(2)
     for name in (*ONE_THREAD, "PL_SEED_WORKERS", "NOTED"):
         monkeypatch.setenv(name, "put back")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_garbage_collector_is_as_before() -> Iterator[None]:
+    """What is frozen in this process besides the imports is not kept; without them, each collection of the tests that
+    follow would take half a second."""
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
