@@ -173,34 +173,21 @@ RAY_STORE_BYTES = 80 << 20
 
 
 @pytest.fixture(scope="module")
-def one_ray(request: pytest.FixtureRequest) -> None:
-    """One Ray of two CPUs for all tests that ask for it one after the other, in several files, too: it takes seconds to
-    start, and so do its workers."""
+def one_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One Ray of two CPUs for all tests of a file: it takes seconds to start, and so do its workers."""
     ray = pytest.importorskip("ray")
     for name in (request.module.__name__, "load.numbered", "recording"):  # workers cannot import test files
         if name in sys.modules:
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])
-    if not ray.is_initialized():
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=RAY_STORE_BYTES,
-            include_dashboard=False,
-            logging_level="WARNING",
-        )
-
-
-def _shares_ray(item: pytest.Item | None) -> bool:
-    groups = [] if item is None else list(item.iter_markers("xdist_group"))
-    return any(group.args == ("ray",) for group in groups)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Ray ends before a test that does not share it: processes that have threads of Ray should not be forked."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=RAY_STORE_BYTES,
+        include_dashboard=False,
+        logging_level="WARNING",
+    )
     yield
-    if _shares_ray(item) and not _shares_ray(nextitem) and "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
+    ray.shutdown()
 
 
 GPU_TEST_S = 120

@@ -249,16 +249,20 @@ def test_hanging_workers_of_a_closed_pass_are_ended_for_the_next_pass(monkeypatc
 
 def test_waiting_for_a_free_cpu_ends_with_an_error_counting_the_cpus(monkeypatch, tmp_path):
     def hold():
+        (tmp_path / "held").touch()
         while not (tmp_path / "free").exists():
             time.sleep(0.05)
 
     monkeypatch.setattr(ray_workers, "WAIT_FOR_WORKER_S", 1)
     held = ray.remote(num_cpus=2)(hold).remote()
+    wait_until((tmp_path / "held").exists)  # workers of earlier tests may hold the CPUs for a while
     wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
     batches = iter(on_ray(Rows(), batch_size=4))
-    with pytest.raises(LoaderError, match=r"started any of 4 batches in . s. The Ray cluster has 2 CPUs, 0 of"):
-        next(batches)
-    (tmp_path / "free").touch()
+    try:
+        with pytest.raises(LoaderError, match=r"started any of 4 batches in . s. The Ray cluster has 2 CPUs, 0 of"):
+            next(batches)
+    finally:
+        (tmp_path / "free").touch()  # else no later test would get a CPU
     ray.get(held)
     monkeypatch.undo()
     assert len(list(on_ray(Rows(), batch_size=4))) == 6
