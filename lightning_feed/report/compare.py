@@ -14,7 +14,7 @@ FIGURES = (
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
 _MACHINE = ("platform", "cpu", "device", "usable_cpus")
 """Fields of Environment by which machines are distinguished."""
-_NOT_COMPARED = (*("left_s", "measures", "repeated", "available_memory_bytes", "free_shm_bytes", "cpu_reason"),)
+_NOT_COMPARED = ("left_s", "measures", "repeated", "available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Facts that do not explain why a run is faster."""
 _WORDS = {"ours": "FastDataModule", "map_style": "map-style dataset", "decodes_whole": "images decoded whole"}
 """Fact -> words for it, where its name is hard to understand."""
