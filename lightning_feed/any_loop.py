@@ -254,7 +254,7 @@ class PlainRun:
         self.loop.leave_out_step()
 
     def measurements(self) -> Measurements:
-        """All measurements so far, without the warm-up."""
+        """Return all measurements so far, without the warm-up."""
         if self._loop is None:
             return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
         self._loop.meter.catch_up()
@@ -346,7 +346,7 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """Return the rank (``RANK``), or the number of ranks of the run (``WORLD_SIZE``) or of this machine.
+    """Return the rank, the ranks of the run, or the ranks of this machine, as ``variable`` says.
 
     Read from torch.distributed, or else from the launcher's environment variable; ``otherwise`` if neither has it.
     """

@@ -68,7 +68,7 @@ def _gpus(_: Path) -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield Finding("GPU", "none that has a driver of NVIDIA's")
+        yield Finding("GPU", "none with an NVIDIA driver")
         return
     cuda = pynvml.nvmlSystemGetCudaDriverVersion() // 1000  # 12040 is 12.4
     built = torch.version.cuda or "0"

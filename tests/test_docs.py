@@ -186,7 +186,7 @@ def test_the_readme_has_at_most_100_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-def test_the_readme_report_matches_the_run_in_its_picture() -> None:
+def test_the_report_in_the_readme_matches_the_run_in_the_picture() -> None:
     report = read_document(ROOT / "docs/images/runs/plain.json")
     today = decide(report.diagnosis.measurements)
     printed = as_text(today, report.run, width=80).splitlines()

@@ -127,4 +127,4 @@ def test_doctor_names_no_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch) -
         raise OSError
 
     monkeypatch.setattr(doctor, "pynvml", SimpleNamespace(NVMLError=OSError, nvmlInit=no_driver))
-    assert Finding("GPU", "none that has a driver of NVIDIA's") in examine()
+    assert Finding("GPU", "none with an NVIDIA driver") in examine()

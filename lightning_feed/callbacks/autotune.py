@@ -30,14 +30,14 @@ class AutotuneCallback(Callback):
     """Finds the number of workers with which training is fastest, and sets it.
 
     The callback measures the first training steps. A rehearsal then sees in forked processes whether samples stay the
-    same in workers; if not, their number stays. It tries your setting and others in forked processes that imitate the
-    steps, and continues the same epoch with the fastest setting, the start of workers in each epoch included. Worker
-    processes of all others hand their batches over in place. Nothing changes unless a setting makes steps more than 3 %
-    shorter, and is faster than yours in each of up to three turns, nor if trials of your setting take other times than
-    training just has. On CUDA, batches in place are tried even if the trials gain nothing, because trials
-    neither pin batches nor copy them to the device. If steps of training itself then take longer than before, or are
-    less than 3 % shorter with batches in place, the callback returns to your setting. The result is remembered for this
-    machine, model and data, and the next run begins with it.
+    same in workers; if not, the number of workers stays. It tries your setting and others in forked processes that
+    imitate the steps, and continues the same epoch with the fastest setting, the start of workers in each epoch
+    included. Worker processes of all others hand their batches over in place. Nothing changes unless a setting makes
+    steps more than 3 % shorter, and is faster than yours in each of up to three turns, nor if steps with your setting
+    take other times in trials than in training. On CUDA, batches in place are tried even if the trials gain nothing,
+    because trials neither pin batches nor copy them to the device. If steps of training itself then take longer than
+    before, or are less than 3 % shorter with batches in place, the callback returns to your setting. The result is
+    remembered for this machine, model and data, and the next run begins with it.
 
     Trials take at most a tenth of the time that is left in the fit, and a quarter of what a setting already saves.
     A fit that ends within a minute gets none, unless you set a budget.
@@ -191,7 +191,7 @@ class AutotuneCallback(Callback):
             self._run.validation_began()
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
+        """Remove everything from the Trainer. Also runs as ``on_exception``, which no ``teardown`` follows."""
         check_instance(self, AutotuneCallback)
         self._guard.attempt("take out what it had put in", self._let_go)
 

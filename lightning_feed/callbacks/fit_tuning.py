@@ -111,7 +111,11 @@ class FitTuning:
     # --- an earlier result --------------------------------------------------------------------------------------------
 
     def recall(self) -> str:
-        """Use the result of an earlier run, if there is one. Returns the reason why nothing may be tried, else ""."""
+        """Use the result of an earlier run, if there is one and a rehearsal passes.
+
+        Returns:
+            The reason why nothing may be tried in this fit; empty if something may, or if a result is used.
+        """
         may_know = self._trainer.local_rank == 0 and any(map(Store().may_know, self._keys(Rehearsal())))
         if not any(gather(self._trainer, may_know)):
             return ""
@@ -185,7 +189,7 @@ class FitTuning:
         return run.finished >= max(run.main.warm_up + steps, self._not_before)
 
     def _step_time(self, run: StarvationRun) -> StepTime:
-        """Return the time of a step since the measuring began."""
+        """Return the largest step time, noise and input share of all ranks since the measuring began."""
         input_pct = run.main.measurements(prefetch_active=None).stats.input_pct
         ranks = gather(self._trainer, (mean_step_ms(run), step_noise_ms(run), input_pct))
         return StepTime(
@@ -223,7 +227,7 @@ class FitTuning:
         self._log.does_nothing(why)
 
     def _time_left(self, run: StarvationRun) -> TimeLeft:
-        """Return the rest of the fit, for the rank that has least time."""
+        """Return the time left in the fit, on the rank that has least."""
         stats = run.main.measurements(prefetch_active=None).stats
         of_ranks: list[TimeLeft] = gather(self._trainer, time_left(self._trainer, stats, run.wall))
         return min(of_ranks, key=lambda of_rank: of_rank.seconds)
@@ -406,7 +410,7 @@ def mean_step_ms(run: StarvationRun) -> float | None:
 
 
 def step_noise_ms(run: StarvationRun) -> float:
-    """Return the half the width of the 95 % interval of that mean, in milliseconds; 0.0 if it is not known."""
+    """Return half the width of the 95 % interval of that mean, in milliseconds; 0.0 if it is unknown."""
     stats = run.main.measurements(prefetch_active=None).stats
     if stats.step_low_ms is None or stats.step_high_ms is None:
         return 0.0

@@ -152,7 +152,7 @@ class PrefetchCallback(ExactResume):
             self._active = self._was_active
 
     def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
+        """Remove everything from the Trainer. Also runs as ``on_exception``, which no ``teardown`` follows."""
         check_instance(self, PrefetchCallback)
         if self._run is not None:
             self._run.end()

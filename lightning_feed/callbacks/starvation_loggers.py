@@ -182,7 +182,7 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
 
 
 def achieved(diagnosis: Diagnosis) -> dict[str, float]:
-    """Measured results of a run, by which to compare settings in a table of runs."""
+    """Return measured results of a run, by which to compare settings in a table of runs."""
     results = {}
     stats = diagnosis.stats
     if stats.starved_pct is not None:

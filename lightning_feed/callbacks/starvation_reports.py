@@ -111,8 +111,7 @@ class RunReports:
 
 
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Return the verdict and the next step. If both are the same as in the last report, a report is printed in short
-    form."""
+    """Return the verdict and the next step. A report with the same as the report before is printed in short form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)
 
 

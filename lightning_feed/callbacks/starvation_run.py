@@ -389,7 +389,7 @@ class RunFigures:
         return _tags_of(self.run.loops.validation, "validate")
 
     def measurements(self) -> Measurements:
-        """All measurements so far, without the warm-up. They no longer change once the run is over."""
+        """Return all measurements so far, without the warm-up. They no longer change once the run is over."""
         if self._final is not None:
             return self._final
         validation = self.run.loops.validation

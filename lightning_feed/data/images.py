@@ -289,7 +289,7 @@ class FeedImageFolder(FeedDataModule):
         return scanned[0] if scanned else scan()
 
     def _images_choose_backend(self, source: SampleSource | None = None, decoder: Decoder | None = None) -> str:
-        """Return the backend's name, which is checked, or chosen, at the first call, when the device is known.
+        """Return the backend's name. The first call, when the device is known, checks or chooses it.
 
         Args:
             source: images to try for ``backend="auto"``, on rank 0.

@@ -74,7 +74,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _location(error: BaseException) -> str:
-    """File and line of the user's code that raised an error: ``train.py:12``; empty if the traceback has none."""
+    """Return file and line of the user's code that raised an error: ``train.py:12``; empty if it was none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     # For an error in a worker, file and line are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]

@@ -191,7 +191,7 @@ def sampled(tally: StackTally) -> Iterator[None]:
 
 
 def _name_of(frame: FrameType) -> str:
-    """Name of a frame's function, such as ``Birds.__getitem__``."""
+    """Return the name of a frame's function, such as ``Birds.__getitem__``."""
     code = frame.f_code
     whole: str | None = getattr(code, "co_qualname", None)  # from Python 3.11 on
     if whole is not None:

@@ -344,7 +344,7 @@ class _Trial:
         return self._timer.steps[step].cpu_ns / self.count / 1e6
 
     def _packed(self, stored: _Stored, path: str) -> PackedImages:
-        """Return the pack with such samples at a path, with sizes estimated from them.
+        """Describe the pack that would hold these samples, with estimated sizes.
 
         Raises:
             NotMeasurable: the pack would make no image smaller, or there is no room for it.

@@ -209,7 +209,7 @@ class Session:
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
-        """Return the batches per second of the loaders with changes. The options are those of :meth:`drain`."""
+        """Measure the batches per second of the loaders with changes. The options are those of :meth:`drain`."""
         rate, _ = self.drain(change, **options)
         return rate.batches_per_s
 

@@ -180,7 +180,7 @@ def _meter(session: Session) -> Any:
 
 
 def time_fit(session: Session, fit_length: FitLength, loaders: AnyLoader) -> float | None:
-    """Return the milliseconds of a step, in a fit with other loaders; None if the fit had too few steps.
+    """Train with other loaders. Returns the milliseconds of a step; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
@@ -206,7 +206,7 @@ def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wr
 
 
 def replay(session: Session, batches: Sequence[Batch], fit_length: FitLength, *, on_device: bool) -> float | None:
-    """Return the batches per second of a fit whose steps get ``batches`` repeatedly; None if the fit had too few steps.
+    """Train on ``batches`` again and again. Returns the batches per second; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.

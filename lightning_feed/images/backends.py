@@ -200,7 +200,7 @@ def _encoded_samples(dataset: ImageDataset) -> list[EncodedSample]:
 
 
 def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset) -> float:
-    """Return the images that a CPU decodes in a second, with one thread of torch, as a worker has."""
+    """Measure how many images a CPU decodes in a second, with one thread of torch, as a worker has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

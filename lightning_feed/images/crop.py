@@ -130,7 +130,7 @@ class EvalRecipe:
     crops: ClassVar[bool] = False
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
-        """Return the centre crop of an image of that size, without random draws."""
+        """Return the centre crop of an image of this height and width. Draws no random numbers."""
         short = min(height, width)
         # As in torchvision, the longer side is truncated, not rounded.
         rows = int(self.short_side * height / short)

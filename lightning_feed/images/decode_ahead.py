@@ -42,7 +42,7 @@ class NvJpegOptions:
 
 
 def fixed_share(options: object) -> float | None:
-    """Return the share that the options ask for; None to move it."""
+    """Return the share of images that workers decode; None if it adapts. With deterministic algorithms, it is 0.0."""
     if isinstance(options, NvJpegOptions) and options.cpu_share != "auto":
         return options.cpu_share
     return 0.0 if torch.are_deterministic_algorithms_enabled() else None

@@ -65,7 +65,7 @@ class CpuPart(Protocol):
     """Chooses images of an encoded dataset that the CPU decodes where they are read."""
 
     def takes(self, data: Encoded, size: tuple[int, int], index: int, name: str) -> bool:
-        """Return True to decode an image now.
+        """Return True if the CPU is to decode this image now.
 
         Args:
             data: the file.

@@ -103,7 +103,7 @@ _ANY_WORK = TrainingWork(step_s=1.0)
 def keys_in_fit(
     loader: DataLoader[Batch], trainer: Any, rehearsal: Rehearsal, most_workers: int | None = None
 ) -> list[Key]:
-    """Return the keys of results that hold in a fit: of a fit, and of ``lightning-feed tune``."""
+    """Return the keys of results that hold in a fit: those found in a fit, and those of ``lightning-feed tune``."""
     goal = goal_of(trainer, work=_ANY_WORK, most_workers=most_workers, budget_s=MOST_S)
     machine = read_machine()
     return [key_of(loader, replace(goal, in_slots=in_slots), machine, rehearsal) for in_slots in (True, False)]
@@ -221,7 +221,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     for node, of_node in answers:
         if isinstance(of_node, str):  # raise on all nodes: ranks that train would wait for ranks that do not
             raise LoaderError(
-                f"The rank that tunes the loaders of node {node} failed: {of_node} See that rank's error."
+                f"The rank that tunes the loaders of node {node} failed: {of_node.rstrip('.')}. See that rank's error."
             )
     tuned: Tuned = next(of_node for node, of_node in answers if node == trainer.node_rank and of_node is not None)
     return tuned

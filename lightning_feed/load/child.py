@@ -193,7 +193,7 @@ class Child(Generic[Result]):
 
 
 def _run(work: Callable[[], NoReturn], sender: Connection, *, guarded: bool) -> NoReturn:
-    """Do the work in this process, which the parent has forked, or in one that this process forks and watches."""
+    """Do the work in this process, which the parent has forked; if ``guarded``, in a fork that this process watches."""
     gc.freeze()  # garbage of the training process that holds CUDA events would end this process when collected
     parent = os.getppid()
     os.setpgid(0, 0)  # so that all processes of the work can be ended together
@@ -210,7 +210,7 @@ def _run(work: Callable[[], NoReturn], sender: Connection, *, guarded: bool) -> 
 
 
 def _watch(parent: int, worker: int | None = None) -> NoReturn:
-    """End all processes of the work once the parent has ended, and this one once the process that works has ended."""
+    """End all processes of the work once the parent has ended. With a ``worker``, end as it does once it has ended."""
     while True:
         if worker is not None:
             ended, status = os.waitpid(worker, os.WNOHANG)

@@ -89,8 +89,8 @@ def connect(address: str | None, num_workers: int) -> Any:
             raise LoaderError(
                 f"The Ray cluster at RAY_ADDRESS={address} cannot be used: {error} Run `ray start --head` before "
                 "training, with the Ray and Python versions of this process, and train on a node of the cluster with "
-                "RAY_ADDRESS=auto. Without this variable, Ray starts on this machine, which may be too busy, or short "
-                "of memory or disk space; the log files are in /tmp/ray/session_latest/logs."
+                "RAY_ADDRESS=auto. Without this variable, Ray starts on this machine; that fails if it is too busy, or "
+                "short of memory or disk space. The log files are in /tmp/ray/session_latest/logs."
             ) from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
     used = ray.get_runtime_context().gcs_address

@@ -222,16 +222,16 @@ class _Seen:
 
     Args:
         first: the samples in their order, in a fresh process.
-        again: as ``first``, in another fresh process.
+        again: the same, in a second fresh process.
         backward: the samples in reverse order, in a third fresh process.
-        forward: then in their order, in that process.
+        forward: the samples in their order, afterwards in the third process.
     """
 
     def __init__(self, first: Reading, again: Reading, backward: Reading, forward: Reading) -> None:
         self.first = first
         self.backward = backward
         self.by_itself = differing(first.batch, again.batch)
-        """Leaves that differ without any past, which workers cannot change."""
+        """Leaves that differ even between fresh processes, so that workers change nothing."""
         self.by_past = differing(first.batch, forward.batch) - self.by_itself
         """Leaves that depend on what the process has read before."""
         self._samples_by_itself = [differing(*pair) for pair in zip(first.samples, again.samples, strict=True)]
@@ -246,7 +246,7 @@ class _Seen:
         return None
 
     def fingerprint(self) -> str:
-        """Return a digest of the first two samples."""
+        """Return a digest of the first two samples, without the leaves that differ in each process."""
         digest = blake2b(digest_size=16)
         for sample, by_itself in zip(self.first.samples[:2], self._samples_by_itself, strict=False):
             for position, leaf in enumerate(sample):
@@ -291,7 +291,7 @@ class _Rehearsing:
         return Rehearsal(refusal=self._refusal(seen, drawn_from), keeps=keeps, fingerprint=seen.fingerprint())
 
     def _first_reading(self) -> tuple[Reading, set[str]]:
-        """Some samples in a fresh process; the first batch if the collate function refuses them."""
+        """Read some samples in a fresh process, or the first batch if the collate function refuses them."""
         try:
             (result,) = self._in_children(partial(_read_first, self._loader))
         except NoAnswer:
@@ -331,7 +331,7 @@ class _Rehearsing:
         return None
 
     def _past(self, sample: Index) -> Refusal:
-        """Return a refusal with the name of what changes, if a child finds it."""
+        """Return a refusal, with the name of what changes if a child finds it."""
         name = ""
         with suppress(NoAnswer, LoaderError):
             (name,) = self._in_children(partial(_changed_name, self._loader))

@@ -219,7 +219,7 @@ class Setting:
         return text
 
     def with_workers(self, number: int, *, persistent: bool = False) -> "Setting":
-        """Return the same values with another number of workers.
+        """Return this setting with another number of workers, and with options that fit it.
 
         Args:
             number: the number of workers.

@@ -415,7 +415,7 @@ _noting = threading.Lock()
 
 @contextlib.contextmanager
 def own_forks() -> Iterator[None]:
-    """Context manager in which this thread forks only processes that never read the batches of this process."""
+    """Context manager that declares that forks of this thread never read this process's batches."""
     before = _fork.is_ours
     _fork.is_ours = True
     try:

@@ -88,7 +88,7 @@ class WaitFinder:
         self._undo = _watch(self._backend, self._note)
 
     def end(self) -> None:
-        """End the sample, and count it. Does nothing without a sample."""
+        """Stop watching the step, and count it. Does nothing if no step is watched."""
         if self._undo is not None:
             self.drop()
             self._steps += 1

@@ -107,7 +107,7 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 
 def _name_of(loader: AnyLoader) -> str:
-    """``batches (train.py:12)``: a generator, or the class of another iterable, with the line of its code."""
+    """Return a generator or the class of another iterable, with the line of its code: ``batches (train.py:12)``."""
     name = type(loader).__name__
     code = getattr(loader, "gi_code", None)
     if code is not None:

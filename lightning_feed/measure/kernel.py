@@ -215,7 +215,7 @@ RESOURCES = ("cpu", "io", "memory")
 
 @dataclass
 class PressureTime(Additive):
-    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup that may have a CPU quota."""
+    """Sums over intervals: nanoseconds by resource, and scheduler periods of each cgroup with a CPU quota."""
 
     part: Counter[str] = field(default_factory=Counter)
     """Time or periods in which some task waited for the resource (PSI "some"), or the quota was used up."""
@@ -277,8 +277,10 @@ class PressureClock:
 
 
 def _waited_ns(path: Path) -> int | None:
-    """Return the nanoseconds, from the microseconds of ``total`` in ``some avg10=0.00 avg60=0.00 avg300=0.00
-    total=123``."""
+    """Return ``total`` of the line ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``; None without it.
+
+    In nanoseconds; the file has microseconds.
+    """
     total_us = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
     if not total_us:
         return None

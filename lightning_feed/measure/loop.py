@@ -187,7 +187,7 @@ class MeasuredLoop:
         return tuple(loaders)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
-        """All measurements so far, without the warm-up, and without earlier epochs if the wait for data has changed."""
+        """Return all measurements so far, without the warm-up, nor earlier epochs if the wait for data has changed."""
         self.ledger.fold()
         self._leave_out_earlier_epochs()
         return LoopMeasurements(

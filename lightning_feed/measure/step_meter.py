@@ -388,7 +388,10 @@ class _DeviceSteps(_Steps):
         self._begin_step(number)
 
     def mark(self, category: int) -> None:
-        """Set a mark, if this step needs one between ``category`` and the category before."""
+        """Set a mark, if this step needs one before ``category``.
+
+        If the step has ended on the host, end it on the device, unless ``category`` is ``OTHER``.
+        """
         if self._ended is not None:
             if category != OTHER:  # a look-ahead that ended without a fetch is not the next step
                 self.close()

@@ -215,8 +215,7 @@ class _Adviser:
         return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
 
     def _tune(self, what: str) -> str:
-        """Return the command that tries the loader's settings: in training, or before it if training is too short for
-        that."""
+        """Return the advice to try the loader's settings: in training, or outside of it if training is too short."""
         if self.program.is_notebook or not self.program.name:
             return f"{_TUNE}: it {what}"
         if self._is_short():
@@ -225,7 +224,7 @@ class _Adviser:
         return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
 
     def _is_short(self) -> bool:
-        """Return True if the whole run is too short for trials in it to return what they take."""
+        """Return True if the whole run is too short for trials to save the time that they take."""
         wall = self.measured.wall
         left_s = self.facts.trainer.left_s
         return wall is not None and left_s is not None and wall.run_s + left_s < LEAST_S

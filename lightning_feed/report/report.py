@@ -237,6 +237,7 @@ def _of_the_step_itself(diagnosis: Diagnosis) -> str:
 
 
 def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
+    """Return the headline for a step that is not limited by data."""
     stats = diagnosis.stats
     if diagnosis.bottleneck == "compute":
         return _of_the_step_itself(diagnosis), waits
@@ -248,7 +249,7 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
         where = "copying batches to the device"
         if diagnosis.device_type == "cpu":
             verdict = "limited by transfer hooks"
-            where = "in them"
+            where = "in hooks"
     part_pct = 100 * (part_ms or 0.0) / (stats.step_ms or 1.0)
     return verdict, f"{part_pct:.0f} % of each step {where}; {waits}"
 

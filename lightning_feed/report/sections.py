@@ -275,7 +275,7 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 def _parts_section(
     what: str, stats: StarvationStats, *, copies: bool, start_ms: float | None = None, end: str
 ) -> Section:
-    """Return the measured parts of a step as they follow each other on the device; they add up to the step.
+    """Return the section on the parts of a step, in the order of the device. They add up to the step.
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``. Where starts of epochs count,
     each step has its share of them.

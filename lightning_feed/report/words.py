@@ -120,7 +120,7 @@ class _Values:
         return self._note.figures.get(name) is not None or bool(self._note.names.get(name))
 
     def if_known(self, name: str, form: str, otherwise: str = "") -> str:
-        """Return a form for a figure or a name that is known."""
+        """Return ``form`` if a figure or a name is known, else ``otherwise``."""
         return form if self.has(name) else otherwise
 
     def figure(self, name: str) -> float:
@@ -242,7 +242,7 @@ def _threads_wait(values: _Values, measured: Measurements) -> str:
 
 
 def share_text(measured: Measurements) -> str:
-    """Return the words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
+    """Return words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
 
     Checkpoints are added if they take much time.
     """
@@ -298,7 +298,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
     "thread blocked": "the training thread is blocked for the rest",
     "workers unknown": "it is not known what the workers do meanwhile",
     "workers lack CPUs": "workers wait for a CPU {pct:.0f} % of their time",
-    "other threads have the CPUs": "there are no more workers than CPUs: other threads have them",
+    "other threads have the CPUs": "workers do not outnumber the CPUs: other threads take them",
     "quota used up": "the CPU quota is used up in {pct:.0f} % of the scheduler's periods",
     "CPU pressure": "some task waits for a CPU {pct:.0f} % of the time",
     "ready without a CPU": (
@@ -316,7 +316,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
     "storage pressure": "some task waits for storage {pct:.0f} % of the time",
     "not storage": _not_storage,
     "sample cost": "a sample takes {ms:.2f} ms, {pct:.0f} % of it on a CPU",
-    "ceiling reached": "constant samples load no faster: collating and sending batches is the limit",
+    "ceiling reached": "samples that cost nothing load no faster: collating and sending batches is the limit",
     "device decodes": "the GPU decodes in this time, too",
     "workers": _workers,
     "takes turns": lambda values, _: f"num_workers=0, so loading and {values.word('stage', LOOP_WORDS)} take turns",
@@ -397,7 +397,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
         "function"
     ),
     # what was tried in vain
-    "more workers in vain": "more workers: {ms:ms} ms a step at best in the trials, as it is {own_ms:ms} ms",
+    "more workers in vain": "more workers: {ms:ms} ms a step at best in trials, and {own_ms:ms} ms with yours",
     "taken back": (
         "num_workers={workers}, which trials found faster: training itself took {ms:ms} ms a step with it, and "
         "{own_ms:ms} as it is"

@@ -127,7 +127,7 @@ class OutOfTime(Exception):
 
 
 class Unlike(Exception):
-    """Raised if trials of the user's setting take other times than training with it: then nothing follows from them."""
+    """Raised if the user's setting takes other times in trials than in training, so that trials prove nothing."""
 
 
 Run = Callable[[Setting], Trial]
@@ -302,7 +302,7 @@ class _Search:
         return trial
 
     def _try_workers(self, number: int) -> Trial:
-        """Return a trial with a number of workers, an earlier one if there was one."""
+        """Try a number of workers, unless it was tried already. Returns its fastest trial."""
         trial = self._by_number().get(number)
         if trial is not None:
             return trial
@@ -314,7 +314,7 @@ class _Search:
         return replace(setting, in_place=self._space.in_place and number > 0)
 
     def _by_number(self) -> dict[int, Trial]:
-        """Return the number of workers -> its fastest trial. Numbers that could not run are left out."""
+        """Return the fastest trial of each number of workers. Numbers that could not run are left out."""
         trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 

@@ -281,8 +281,10 @@ class _Run:
         )
 
     def _alone(self, own: Setting) -> Trial | None:
-        """Return the trial of making batches without workers, if these may take CPUs from a model that computes on
-        them."""
+        """Try making batches without workers, if these may take CPUs from a model that computes on CPUs.
+
+        Returns None if they take none from it, or if the trial fails.
+        """
         if self.goal.own_step_s is None or not own.num_workers or self.goal.device_type != "cpu":
             return None
         if self._rehearsal.refusal is not None:
@@ -443,8 +445,7 @@ class Store:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
     def may_know(self, key: Key) -> bool:
-        """Return True if there is a result for the same conditions but for the samples, which only a rehearsal
-        tells."""
+        """Return True if there is a result that matches in all but the samples, which only a rehearsal can compare."""
         return any(self.folder.glob(f"{_digest(_without_samples(key))}-*.json"))
 
     def _path(self, key: Key) -> Path:

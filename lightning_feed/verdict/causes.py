@@ -184,7 +184,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
 def _workers(measured: Measurements, _: Shares) -> Reason | None:
     """Return the cause, if workers are busy or blocked; None if their times are unknown.
 
-    Their shares of time are not added here: the evidence lists them for every cause of waiting.
+    The shares of the workers' time are no evidence here: every cause of waiting lists them.
     """
     busy_pct = _busy_pct(measured)
     if busy_pct is None:
@@ -267,7 +267,7 @@ def _experiments(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _gain(measured: Measurements, changed_per_s: float | None) -> float | None:
-    """Return the loader's rate with one change, divided by its rate as configured."""
+    """Return the loader's rate with one change, divided by its rate as configured; None if one is unknown."""
     configured_per_s = measured.experiments.loader_per_s
     if changed_per_s is None or not configured_per_s:
         return None
@@ -342,8 +342,10 @@ def _why_unpinned(loader: LoaderFacts) -> NoteKind:
 
 
 def _is_pinned(measured: Measurements) -> bool | None:
-    """Return True if batches are in pinned memory: as seen, or as the loader is set if no batch was seen, or if a batch
-    has files that the device decodes, which nothing pins."""
+    """Return True if batches are in pinned memory, as seen; None if unknown.
+
+    The loader's setting counts if no batch was seen, or if batches have files for the device, which nothing pins.
+    """
     seen = measured.facts.batch.pinned
     if seen is None or measured.facts.datamodule.backend not in (None, "torch"):
         return measured.facts.loader.pin_memory
@@ -359,7 +361,7 @@ def _link(measured: Measurements) -> Reason:
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """Return the cause, if computing takes most of a step: work on the device, or the host's work to launch it."""
+    """Return the cause of a step that mostly computes: work on the device, or the host's work to launch it."""
     alone_ms = model_alone_ms(measured)
     if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= MODEL_FAR_RATIO * alone_ms:
         return _not_the_model(measured, alone_ms)

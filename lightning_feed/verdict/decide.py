@@ -195,11 +195,11 @@ def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason])
         evidence += compute_cause(measured, shares).evidence
     if "data" in shares.over:
         evidence += [*_loading(measured), *_making(measured)]
-    return (*evidence, *_beside(measured, step_ms))
+    return (*evidence, *_further_evidence(measured, step_ms))
 
 
-def _beside(measured: Measurements, step_ms: float) -> list[Note]:
-    """Further evidence: hidden waits, earlier epochs, starts of epochs, other programs, and steps not measured."""
+def _further_evidence(measured: Measurements, step_ms: float) -> list[Note]:
+    """Return further evidence: hidden waits, earlier epochs, starts of epochs, other programs, lost steps."""
     stats = measured.stats
     facts = measured.facts
     evidence = []
@@ -219,8 +219,8 @@ def _beside(measured: Measurements, step_ms: float) -> list[Note]:
 
 
 def _loading(measured: Measurements) -> list[Note]:
-    """Return the evidence: the number of workers, if they hand batches over in place, and the shares of their time on a
-    CPU, waiting for a CPU, and blocked."""
+    """Return the evidence on workers: their number, whether they hand batches over in place, and the shares of their
+    time on a CPU, waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []

@@ -606,8 +606,10 @@ def remedies_for(judged: JudgedRun) -> tuple[Remedy, ...]:
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """Return the three largest savings of the remedies that save ``least_pct`` or more; for each setting, only the
-    best."""
+    """Return the remedies with the largest savings, at most three, of those that save ``least_pct`` or more.
+
+    For each setting, only the best counts.
+    """
     gains = [remedy for remedy in remedies if (remedy.most_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
     best: dict[str, Remedy] = {}

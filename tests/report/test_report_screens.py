@@ -46,7 +46,7 @@ def _run_cells(*cells: str) -> list[list[Any]]:
 
 
 def test_a_notebook_shows_reports_as_html_pages() -> None:
-    """With ipywidgets RichProgressBar draws itself whenever lines are printed: many prints made it do so for ever."""
+    """With ipywidgets, RichProgressBar draws itself at each printed line. A report in many prints once made it hang."""
     where = "print(starvation.report().measurements.facts.loader_code.words)"
     fit, report, text, place, tuned = _run_cells(
         FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", where, TUNE

@@ -229,7 +229,7 @@ def test_text_report_of_too_few_steps_says_no_verdict() -> None:
         ),
         (
             {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
-            "FEED  limited by transfer hooks: 1 % of each step in them; training waits for data 34 % of each step",
+            "FEED  limited by transfer hooks: 1 % of each step in hooks; training waits for data 34 % of each step",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_metric_in_the_progress_bar_waits_in_lightning_and_not_at_the_line_tha
     assert "/lightning/" in waits[0].file
 
 
-def test_no_step_is_sampled_during_the_warm_up_or_on_the_cpu() -> None:
+def test_no_step_is_sampled_during_the_warm_up() -> None:
     device = SimulatedDevice()
     starvation = GPUStarvationCallback(report=False)
     fit(device, Reads(device), SimulatedLoader(device, 12), starvation)
