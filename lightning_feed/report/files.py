@@ -33,7 +33,7 @@ from lightning_feed.report.report import (
 )
 from lightning_feed.report.sections import Section
 from lightning_feed.report.words import in_ms, toy_sentence, words
-from lightning_feed.verdict.diagnosis import Change, Diagnosis, Grade
+from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 from lightning_feed.wording import in_rate, plural, printable, printable_lines
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _first_line(diagnosis: Diagnosis, before: Diagnosis | None = None) -> str:
 
 def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
     """Return the sentence that withdraws the verdict of an earlier report of the same run; empty if it still holds."""
-    if before is None or before.bottleneck == "unknown" or _essence(before) == _essence(diagnosis):
+    if before is None or before.bottleneck == "unknown" or _still_holds(before, diagnosis):
         return ""
     verdict, _ = headline_parts(before)
     if before.remedies:
@@ -135,9 +135,12 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
     return f". No longer true, as reported after {plural(before.stats.steps, 'step')}: {verdict}"
 
 
-def _essence(diagnosis: Diagnosis) -> tuple[str, Change | None]:
-    """Return the bottleneck and the first change to make."""
-    return diagnosis.bottleneck, next((remedy.change for remedy in diagnosis.remedies), None)
+def _still_holds(before: Diagnosis, diagnosis: Diagnosis) -> bool:
+    """Return True if the bottleneck is the same, and if the first change that was advised, if any, still comes first."""
+    if before.bottleneck != diagnosis.bottleneck:
+        return False
+    advised = [remedy.change for remedy in before.remedies[:1]]
+    return not advised or advised == [remedy.change for remedy in diagnosis.remedies[:1]]
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:

@@ -105,6 +105,13 @@ def test_a_report_that_contradicts_the_previous_one_says_so_first(later: Measure
     assert (retracted in first_line) if retracted else ("No longer" not in first_line)
 
 
+def test_a_report_with_a_first_fix_does_not_contradict_one_without_any() -> None:
+    later = decide(measured(data=60.0, loaders=LATE))
+    assert later.remedies
+    first_line = as_text(later, before=replace(later, remedies=()), width=300).splitlines()[0]
+    assert "No longer" not in first_line
+
+
 def test_steps_of_training_itself_are_told_from_those_of_trials() -> None:
     experiments = replace(sample_experiments(), own_fit_ms=146.8, chosen_fit_ms=88.3, trained_workers=0)
     (own,) = [setting for setting in experiments.tried if setting.own]
