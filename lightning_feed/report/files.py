@@ -136,7 +136,7 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
 
 
 def _still_holds(before: Diagnosis, diagnosis: Diagnosis) -> bool:
-    """Return True if the bottleneck is the same, and if the first change that was advised, if any, still comes first."""
+    """Return True if the bottleneck is the same, and the first change that was advised, if any, still comes first."""
     if before.bottleneck != diagnosis.bottleneck:
         return False
     advised = [remedy.change for remedy in before.remedies[:1]]

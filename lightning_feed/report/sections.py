@@ -499,7 +499,7 @@ def _experiments(results: ExperimentResults) -> Iterator[Section]:
     yield from _table("What one sample costs", cost_rows, ("", "wall time", "CPU time"), "costs")
     yield from _table("Where in your code a batch is made", function_rows, console="code")
     yield from _table("Ways to make a sample", list(map(_lighter_row, results.lighter)), ("", "CPU time"), "less")
-    trial_rows = [*map(_tried_row, results.tried), *_trained_rows(results)]
+    trial_rows = [*_trained_rows(results), *map(_tried_row, results.tried)]
     yield from _table("Workers tried", trial_rows, ("", "step", "trials", ""), "tried")
     yield from _table("What one batch takes", batch_rows, console="batch")
     yield from _table("Parts of a batch", _key_rows(results.keys))
@@ -517,7 +517,7 @@ def _tried_row(setting: TriedSetting) -> Row:
 
 
 def _trained_rows(results: ExperimentResults) -> list[Row]:
-    """Return the rows of the settings with which training itself was measured, after the trials."""
+    """Return the rows of the settings with which training itself was measured."""
     own = results.tried_as("own")
     own_ms = results.own_fit_ms
     new_ms = results.chosen_fit_ms
