@@ -3,6 +3,8 @@
 import copy
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -353,7 +355,7 @@ def run_demo(*, data: Path | None, out: Path, images: int = IMAGES) -> Outcome:
     pictures = find_images(data or make_images(out, images), images)
     classes = len(pictures.classes)
     logs = out / "logs"
-    with quiet():
+    with quiet(), _half_the_threads():
         _warm_up(classes)
         plain = _train("plain", plain_loader(pictures), classes, logs)
         fed = _train("fed", FedImages(pictures), classes, logs, PrefetchCallback())
@@ -422,17 +424,26 @@ def _say_if_busy() -> None:
         )
 
 
-def _warm_up(classes: int) -> None:
-    """Run some steps first, so that the cost of the device's first use does not count against the plain run.
+@contextmanager
+def _half_the_threads() -> Iterator[None]:
+    """Context manager to give training on the CPU, as a stand-in for a separate device, half of torch's threads.
 
-    Training on the CPU, as a stand-in for a separate device, gets only half of torch's threads. With all of them it
-    would compete with the workers for the same cores. OpenMP's threads wait for each other in every layer, so if one
-    core is taken away for a moment, all threads are delayed: the same step was seen to take several times as long.
+    With all of them it would compete with the workers for the same cores. OpenMP's threads wait for each other in every
+    layer, so if one core is taken away for a moment, all threads are delayed: the same step was seen to take several
+    times as long.
     """
-    device = "cuda"
+    threads = torch.get_num_threads()
     if not torch.cuda.is_available():
-        device = "cpu"
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        torch.set_num_threads(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _warm_up(classes: int) -> None:
+    """Run some steps first, so that the cost of the device's first use does not count against the plain run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     network = SmallModel(classes).network.to(device)
     for _ in range(3):
         network(torch.zeros(BATCH_SIZE, 3, PIXELS, PIXELS, device=device)).sum().backward()

@@ -11,13 +11,11 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import warm
 from cells import in_gate
 
@@ -38,13 +36,6 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- images -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ UNLIKE = 1.25
 less long, and does so again."""
 UNEVEN = 2.0
 """Longest wait for a batch, as a multiple of the mean, from which higher prefetch factors are tried."""
-"""End of the reason for a setting if the search had more to try."""
 DEPTHS = (4, 8)
 """Prefetch factors to try if batches take unequal times. Torch's default is 2."""
 
