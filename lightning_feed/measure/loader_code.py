@@ -87,7 +87,10 @@ def _words(owner: object, loaders: Sequence[AnyLoader], package: str) -> str:
 
 
 def _only_call_of(kind: str) -> str:
-    """Return the line of the program's main file that makes an object of a class. Empty unless there is exactly one."""
+    """Return the line of the program's main file that makes a loader of a class. Empty unless there is exactly one.
+
+    Where that class is not called, another loader is taken that may hold it, such as webdataset's ``WebLoader``.
+    """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_users(file):
         return ""
@@ -96,7 +99,8 @@ def _only_call_of(kind: str) -> str:
     except (OSError, SyntaxError, ValueError):
         return ""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    lines = [call.lineno for call in calls if kind in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))]
+    names = [(ast.unparse(call.func).rpartition(".")[2], call.lineno) for call in calls]
+    lines = [line for name, line in names if name == kind] or [line for name, line in names if name.endswith("Loader")]
     if len(lines) != 1:
         return ""
     return source_line(file, lines[0])

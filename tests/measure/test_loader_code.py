@@ -154,6 +154,8 @@ rows = [torch.zeros(8)]
         ("loader = DataLoader(rows)", "train.py:7"),
         ("loader = data.DataLoader(rows)", "train.py:7"),
         ("loader = DataLoader(rows)\nother = DataLoader(rows)", "passed to trainer.fit"),
+        ("loader = wds.WebLoader(rows)", "train.py:7"),  # its inner loader is the DataLoader
+        ("loader = wds.WebLoader(rows)\nother = DataLoader(rows)", "train.py:8"),
         ("loader = make(rows)", "passed to trainer.fit"),
         ("loader = (", "passed to trainer.fit"),
     ],
