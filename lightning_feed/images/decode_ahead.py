@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from lightning_feed.images.device_decode import decode_batch, decode_on_cpu
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset
 from lightning_feed.images.ragged_crop import Normalization
 from lightning_feed.load.ahead import BackgroundIterator
-from lightning_feed.load.copy_fence import copying
+from lightning_feed.load.copy_fence import register
 
 DEPTH = 2
 """Decoded batches that wait for training, besides the one that is being decoded."""
@@ -57,11 +58,15 @@ class _Decoded(NamedTuple):
 
 
 class _Copier:
-    """The stream of a thread that decodes, on which it copies parts of the batches that come from the workers."""
+    """The stream on which a thread decodes, and copies parts of the batches that come from the workers.
+
+    One object serves all passes of a loader: the caching allocator keeps a pool of memory for each stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(device, priority=-1)
+        register(self)
 
 
 class NvJpegDecoder:
@@ -93,6 +98,8 @@ class NvJpegDecoder:
         self._shares = shares
         self._share = share
         self._balance = Balance(shares)
+        if share is not None:
+            shares.share = share  # before the workers begin, so that it holds for the first batch, too
 
     def run(self, batches: Iterator[EncodedBatch], under_way: int) -> Generator[list[Tensor], None, None]:
         """Decode one pass: yield [images, labels] for each batch, in order. See :class:`BatchDecoder`.
@@ -110,8 +117,6 @@ class NvJpegDecoder:
             for batch in batches:
                 yield self._decode(batch)
             return
-        if self._share is not None:
-            self._shares.share = self._share
         yield from self._ahead(batches, under_way)
 
     def _ahead(self, batches: Iterator[EncodedBatch], under_way: int) -> Generator[list[Tensor], None, None]:
@@ -129,8 +134,7 @@ class NvJpegDecoder:
             thread.close()
 
     def _in_thread(self, batches: Iterator[EncodedBatch], under_way: int) -> Iterator[_Decoded]:
-        copier = _Copier(self.device)
-        copying.add(copier)
+        copier = self._copier
         asked_s = time.perf_counter()
         for batch in batches:
             came_s = time.perf_counter()
@@ -145,6 +149,10 @@ class NvJpegDecoder:
             if self._share is None:
                 self._balance.note(seconds, under_way)
             asked_s = time.perf_counter()
+
+    @cached_property
+    def _copier(self) -> _Copier:
+        return _Copier(self.device)
 
     def _decode(self, batch: EncodedBatch) -> list[Tensor]:
         normalization = None if self._normalization is None else self._normalization()

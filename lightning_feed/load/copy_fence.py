@@ -1,5 +1,6 @@
 """Device events that mark the end of copies from host memory that torch's allocator does not manage."""
 
+import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -18,6 +19,14 @@ copying: WeakSet[CopiesBatches] = WeakSet()
 The set holds these objects, not their streams: torch 2.11 frees a stream without clearing the weak references to it,
 which then point to other memory.
 """
+_lock = threading.Lock()
+"""Held while ``copying`` is added to or iterated: batches are dropped in several threads."""
+
+
+def register(copier: CopiesBatches) -> None:
+    """Add an object to ``copying``."""
+    with _lock:
+        copying.add(copier)
 
 
 class CopyFence:
@@ -38,8 +47,10 @@ class CopyFence:
         """Record and return the events. Called in the thread that drops a batch."""
         if self._backend.is_current_stream_capturing():
             return [None]  # the CUDA graph would contain the event; passed() records the events later
+        with _lock:
+            streams = {copier.stream for copier in copying}
         events = []
-        for stream in {self._backend.current_stream(self._device), *(copier.stream for copier in copying)}:
+        for stream in {self._backend.current_stream(self._device), *streams}:
             event = self._backend.Event()
             event.record(stream)
             events.append(event)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lightning_feed.load.copy_fence import copying
+from lightning_feed.load.copy_fence import register
 from lightning_feed.load.stage import traced
 from lightning_feed.machine.limits import STREAM_BACKENDS as STREAM_BACKENDS
 from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
@@ -80,7 +80,7 @@ class DeviceStream(SideStream):
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self.stream = self._backend.Stream(device=device)
-        copying.add(self)
+        register(self)
         self._handed_over: deque[Reached] = deque()
         """Events of batches that the device is not known to have reached, oldest first."""
         self._batches = 0

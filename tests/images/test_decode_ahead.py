@@ -75,9 +75,12 @@ class Here(NvJpegDecoder):
         super().__init__(dataset, torch.device("meta"), None, dataset.cpu_part, share)
         self.decode = decode or Decoder()
         self.threads: set[str] = set()
+        self.by_workers: list[int] = []
+        """The number of images that the workers decoded, for each batch."""
 
     def _decode(self, batch: EncodedBatch) -> list[torch.Tensor]:
         self.threads.add(threading.current_thread().name)
+        self.by_workers.append(len(batch.decoded))
         return decode_batch(batch, self.dataset, CPU, decode=self.decode)
 
 
@@ -167,8 +170,30 @@ def test_decoding_ahead_is_race_free_on_a_device() -> None:
         assert device.races == []
 
 
-def feed(made: Any) -> FeedLoader:
-    return FeedLoader(made, batch_size=4, num_workers=2, collate_fn=collate_encoded, decode=Here(made))
+def test_all_passes_take_device_memory_of_one_stream() -> None:
+    device = SimulatedDevice()
+    made = nvjpeg_dataset(jpegs(4), decoder="pillow")
+    held = []
+    with simulated(device), image_decoders(device):
+        ours = NvJpegDecoder(made, DEVICE, None, made.cpu_part, 0.0)
+        for _ in range(16):
+            for images, labels in ours._ahead(iter(batches_of(made, 4)), 4):
+                device.launch(10, what="step", reads=[images, labels])
+                del images, labels
+            held.append(device.memory_bytes())
+    assert held[-1] < 4 * held[0]
+
+
+def feed(made: Any, share: float | None = None) -> FeedLoader:
+    decoder = Here(made, share)
+    return FeedLoader(made, batch_size=4, num_workers=2, collate_fn=collate_encoded, decode=decoder)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_fixed_share_holds_from_the_first_batch_on() -> None:
+    loader = feed(nvjpeg_dataset(jpegs(4) * 4), 1.0)
+    list(loader)
+    assert loader.decode.by_workers == [4, 4, 4, 4]
 
 
 @pytest.mark.usefixtures("at_once")

@@ -1,5 +1,6 @@
 """PrefetchCallback on the simulated device: everything is ordered, for any setting; whatever is left out is found."""
 
+import threading
 from typing import Any
 from weakref import WeakSet
 
@@ -211,3 +212,26 @@ def test_copy_fence_records_no_event_on_a_deleted_stream(monkeypatch: pytest.Mon
         assert len(CopyFence().events()) == 1 + 8
         copiers.clear()
         assert len(CopyFence().events()) == 1
+
+
+class _Replaced:
+    """A copier during whose turn another thread adds one."""
+
+    def __init__(self) -> None:
+        self.added = DeviceStream(DEVICE)
+        self.thread = threading.Thread(target=copy_fence.register, args=[self.added])
+
+    @property
+    def stream(self) -> Any:
+        self.thread.start()
+        self.thread.join(0.1)  # with the lock, it waits until the events are recorded
+        return self.added.stream
+
+
+def test_copy_fence_records_events_while_another_thread_begins_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(SimulatedDevice()):
+        copier = _Replaced()
+        monkeypatch.setattr(copy_fence, "copying", WeakSet([copier]))
+        assert len(CopyFence().events()) == 1 + 1
+        copier.thread.join()
+        assert set(copy_fence.copying) == {copier, copier.added}
