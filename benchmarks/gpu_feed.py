@@ -46,7 +46,9 @@ MOST_FED = 13_000
 """Images per second that are enough (the goal's upper bound)."""
 FEW_CPUS = 4
 LARGE = (3000, 4000)
-LARGE_PHOTOS = 32
+LARGE_BATCH = 16
+LARGE_PHOTOS = LARGE_BATCH * max(2, WORKERS)
+"""A batch for each worker."""
 Side = tuple[Callable[[], Any], list[Callback]]
 
 
@@ -168,7 +170,7 @@ def large(report: Report, folder: Path, backend: Any) -> None:
         file.write_bytes(pictures[number % 4])
     seconds = {}
     for name, side in (("torch", "torch"), ("nvjpeg", backend)):
-        module = folder_of(folder, side, batch=16)
+        module = folder_of(folder, side, batch=LARGE_BATCH)
         module.setup("fit")
         loader = module.train_dataloader()
         list(loader)  # workers start, memory is taken

@@ -20,6 +20,7 @@ from lightning_feed.images.cpu_share import Balance, CpuShare, Seconds
 from lightning_feed.images.decode_ahead import DEPTH, NvJpegDecoder, NvJpegOptions, fixed_share
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedBatch, collate_encoded
+from lightning_feed.load import copy_fence
 from lightning_feed.load.collate import relayed
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.stage import Decoding
@@ -168,6 +169,30 @@ def test_decoding_ahead_is_race_free_on_a_device() -> None:
             device.launch(10, what="step", reads=[images, labels])
             del images, labels
         assert device.races == []
+
+
+class OnStreams(NvJpegDecoder):
+    """Notes the stream of each decoding, and if the memory of slots is kept until its copies are over."""
+
+    seen: list[tuple[Any, bool]]
+
+    def _decode(self, batch: EncodedBatch) -> list[torch.Tensor]:
+        current = torch.get_device_module(DEVICE).current_stream(DEVICE)
+        self.seen.append((current, any(copier.stream is current for copier in copy_fence.copying)))
+        return super()._decode(batch)
+
+
+def test_the_thread_decodes_and_copies_on_its_own_stream_which_slots_wait_for() -> None:
+    device = SimulatedDevice()
+    made = nvjpeg_dataset(jpegs(4), decoder="pillow")
+    with simulated(device), image_decoders(device):
+        ours = OnStreams(made, DEVICE, None, made.cpu_part, 0.0)
+        ours.seen = []
+        for _ in range(2):
+            list(ours._ahead(iter(batches_of(made, 3)), 4))
+    assert len({id(stream) for stream, _ in ours.seen}) == 1
+    assert device.compute not in [stream for stream, _ in ours.seen]
+    assert [waits for _, waits in ours.seen] == [True] * 6
 
 
 def test_all_passes_take_device_memory_of_one_stream() -> None:

@@ -430,14 +430,14 @@ class SimulatedDevice(TorchDispatchMode):
         self._queued.append(self._current.run(round(ms * MS)))
         self.kernels += 1
 
-    def decode(self, shapes: Iterable[tuple[int, ...]], ms: float = 0.0) -> list[Tensor]:
-        """As torchvision's ``decode_jpegs_cuda``: allocates on the current stream, writes on none, waits for itself."""
+    def decode(self, shapes: Iterable[tuple[int, ...]], ms: float = 0.0) -> tuple[list[Tensor], Event]:
+        """As nvJPEG in torchvision and torchcodec: allocates on the current stream, and writes on none that waits for
+        it. Returns the images, and the event after them."""
         made = [torch.empty(shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
         decoder = Stream(self, "decoder", self._index)  # a new one has waited for nothing
         self._touch("decode", decoder, [], made)
         decoder.run(round(ms * MS))
-        self.wait_for(decoder.record_event(), "decode_jpegs_cuda")
-        return made
+        return made, decoder.record_event()
 
     def memory_bytes(self, stream: Stream | None = None) -> int:
         """Bytes that the allocator has taken from the device, for all streams or for one."""

@@ -1,15 +1,17 @@
 """Image decoders of the simulated device: nvJPEG, whose pixels are not known, and DALI, by its pipelines for CPUs."""
 
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from simulated.device import DEVICE, SimulatedDevice
 from torch import Tensor
+from torchvision.io import ImageReadMode
 
 from lightning_feed.images import dali_binding, nvjpeg, ragged_crop
 
@@ -23,23 +25,48 @@ class ImageDecoders:
         self.device = device
         self.nvjpeg: list[int] = []
         """Files in each call of nvJPEG."""
+        self.decoded: Any = None
+        """The event after the last of these calls, which reads the files until then."""
         self.dali: list[dict[str, Any]] = []
         """Arguments of each pipeline of DALI, and those of its image decoder."""
 
     def decode_jpegs(self, files: list[Tensor], mode: int, where: torch.device) -> list[Tensor]:
-        """As ``torch.ops.image.decode_jpegs_cuda``."""
+        """As ``torch.ops.image.decode_jpegs_cuda``: the host waits."""
+        assert mode == ImageReadMode.RGB.value
+        images = self._decode(files, where)
+        self.device.wait_for(self.decoded, "decode_jpegs_cuda")
+        return images
+
+    def decode_jpeg(self, files: list[Tensor], *, mode: str, device: torch.device) -> list[Tensor]:
+        """As ``torchcodec.decoders.decode_jpeg`` (0.17): the current stream waits, the host does not."""
+        assert mode == "RGB"
+        images = self._decode(files, device)
+        self.device.current_stream().wait_event(self.decoded)
+        return images
+
+    def _decode(self, files: list[Tensor], where: torch.device) -> list[Tensor]:
         assert where.type == DEVICE.type
         self.nvjpeg.append(len(files))
-        return self.device.decode([(3, *size_of(file)) for file in files], DECODE_MS)
+        images, self.decoded = self.device.decode([(3, *size_of(file)) for file in files], DECODE_MS)
+        return images
 
 
 @contextmanager
-def image_decoders(device: SimulatedDevice) -> Iterator[ImageDecoders]:
-    """While entered, nvJPEG is there, and DALI if it is installed. What was cached for another device is forgotten."""
+def image_decoders(device: SimulatedDevice, library: str = "torchvision") -> Iterator[ImageDecoders]:
+    """While entered, nvJPEG is there by one library, and DALI if it is installed.
+
+    What was cached for another device is forgotten.
+    """
     decoders = ImageDecoders(device)
     caches = (nvjpeg.nvjpeg, ragged_crop.normalization_of)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.image, "decode_jpegs_cuda", decoders.decode_jpegs, raising=False)
+        if library == "torchcodec":
+            patch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
+            patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decoders.decode_jpeg))
+            patch.delattr(torch.ops.image, "decode_jpegs_cuda", raising=False)
+        else:
+            patch.setitem(sys.modules, "torchcodec", None)
+            patch.setattr(torch.ops.image, "decode_jpegs_cuda", decoders.decode_jpegs, raising=False)
         for cache in caches:
             cache.cache_clear()
         yield decoders

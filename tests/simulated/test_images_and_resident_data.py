@@ -54,10 +54,10 @@ class Images(Model):
         return self.net(images.flatten().float()[:8]).mean()
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
+@pytest.fixture(params=["torchvision", "torchcodec"])
+def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
     made = SimulatedDevice()
-    with image_decoders(made):
+    with image_decoders(made, request.param):
         yield made
 
 
@@ -77,6 +77,17 @@ def test_decoding_on_the_device_is_race_free_with_and_without_prefetching(device
     assert train(Images(device)) == []
     starvation = GPUStarvationCallback(report=False)
     assert train(Images(device), PrefetchCallback(), starvation) == []
+
+
+@pytest.mark.parametrize("library", ["torchvision", "torchcodec"])
+def test_nvjpeg_is_called_by_the_library_that_is_there_and_is_done_with_the_files(library: str) -> None:
+    device = SimulatedDevice()
+    with image_decoders(device, library) as decoders, simulated(device):
+        decode = NvJpeg(DEVICE)
+        decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in jpegs(3)])
+        assert decode.library == library
+        assert decoders.nvjpeg == [3]
+        assert decoders.decoded.query()  # the files may be freed
 
 
 def test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows(device: SimulatedDevice) -> None:

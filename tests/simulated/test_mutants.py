@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from made_samples import jpegs
 from simulated.device import DEVICE, SimulatedDevice, simulated
+from simulated.image_decoders import image_decoders
 from torch import Tensor
 
 from lightning_feed.images.nvjpeg import NvJpeg
@@ -88,13 +90,14 @@ def nothing_is_issued_in_a_capture() -> None:
 
 def images_are_decoded_into_free_memory() -> None:
     """By a decoder whose stream was handed out again to another part of the program."""
-    with simulated(SimulatedDevice()) as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.image, "decode_jpegs_cuda", lambda *_: device.decode([(3, 2, 2)], 4), raising=False)
+    device = SimulatedDevice()
+    file = torch.frombuffer(bytearray(jpegs(1)[0]), dtype=torch.uint8)
+    with simulated(device), image_decoders(device):
         decode = NvJpeg(SECOND)
         for _ in range(STEPS):
             with device.stream(decode._stream):
                 device.launch(10, reads=torch.empty(12, dtype=torch.uint8, device=SECOND))
-            [image] = decode([])
+            [image] = decode([file])
             assert device._block(image).pool.stream.index == 1, "decoded on another device"
             with device.device(SECOND):
                 device.launch(10, what="step", reads=image)
