@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
@@ -19,6 +22,7 @@ from lightning_feed.images.decode_ahead import NvJpegOptions
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg
+from lightning_feed.load.child import run_in_children
 from lightning_feed.machine import limits
 from lightning_feed.storage.folder import SampleSource
 
@@ -29,6 +33,9 @@ DALI_BACKENDS: dict[str, Literal["cpu", "gpu"]] = {"dali-cpu": "cpu", "dali-gpu"
 """DALI's backends, and where each decodes."""
 GPU_BACKENDS = ("nvjpeg", "dali-gpu")
 _SAMPLES_TO_CHOOSE_BY = 64
+_TRIED_S = 0.5
+"""Seconds for which all CPUs decode, longer than it takes to start to run after the barrier."""
+_TIMEOUT_S = 60.0
 
 _ONLY_TORCH = {
     "transform": (
@@ -175,7 +182,7 @@ def choose_backend(dataset: ImageDataset, device: torch.device, cpus: int) -> Ba
             kinds = ", ".join(cast("CpuShare", dataset.cpu_part).refused.as_dict())
             reason = f"nvJPEG decodes only {len(for_device)} of {len(samples)}: {kinds}"
             return BackendChoice("torch", f'backend="auto": {reason}')
-        on_cpus = cpus * _images_per_s(for_device, dataset)
+        on_cpus = _images_per_s(for_device, dataset, cpus)
         on_device = 1e3 / decoding_ms(for_device, dataset, device)
     except FeedError as error:
         return BackendChoice("torch", f'backend="auto": {error}')
@@ -199,17 +206,25 @@ def _encoded_samples(dataset: ImageDataset) -> list[EncodedSample]:
     return samples
 
 
-def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset) -> float:
-    """Measure how many images a CPU decodes in a second, with one thread of torch, as a worker has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        began_s = time.perf_counter()
-        for sample in samples:
-            dataset.decoded(sample)
-        return len(samples) / (time.perf_counter() - began_s)
-    finally:
-        torch.set_num_threads(threads)
+def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset, cpus: int) -> float:
+    """Measure how many images all CPUs decode in a second, each in a process of its own, as workers do.
+
+    One CPU alone is no measure of many: two may share a core.
+    """
+    all_ready = get_context("fork").Barrier(cpus)
+    work = partial(_rate_beside_others, samples, dataset, all_ready)
+    return sum(run_in_children([work] * cpus, timeout_s=_TIMEOUT_S))
+
+
+def _rate_beside_others(samples: list[EncodedSample], dataset: ImageDataset, all_ready: Barrier) -> float:
+    """Return the images a second that this process decodes, beside others that begin at the same time."""
+    all_ready.wait(_TIMEOUT_S)
+    began_s = time.perf_counter()
+    decoded = 0
+    while time.perf_counter() < began_s + _TRIED_S or not decoded:
+        dataset.decoded(samples[decoded % len(samples)])
+        decoded += 1
+    return decoded / (time.perf_counter() - began_s)
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> DecoderChoice:  # noqa: FBT001  # as a recipe has it

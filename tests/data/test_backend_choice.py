@@ -212,6 +212,17 @@ def test_auto_takes_the_side_that_decodes_more(device_ms: float, name: str, monk
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("cpus", "name"), [(2, "nvjpeg"), (3, "torch")])
+def test_auto_tries_all_cpus_at_the_same_time(cpus: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPUs may share a core, so that each decodes less than one alone."""
+    monkeypatch.setattr(backends, "decoding_ms", lambda *_: 4.0)
+    monkeypatch.setattr(backends, "run_in_children", lambda works, **_: [100.0 for _ in works])
+    choice = _auto(jpegs(6), cpus)
+    assert choice.name == name
+    assert f"the device decodes 250 images/s, and {cpus} CPUs {cpus}00," in choice.reason
+
+
+@pytest.mark.usefixtures("gpu")
 def test_auto_leaves_files_that_nvjpeg_cannot_decode_to_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "decoding_ms", _refuse)
     choice = _auto([*jpegs(2), *[encoded(photo(), "PNG")] * 3])
