@@ -116,7 +116,7 @@ class Same:
         return itertools.repeat(self.batch)
 
 
-def fitted(net: nn.Module, data: Any, *callbacks: Callback) -> Clock:
+def fitted(net: nn.Module, data: Any, *callbacks: Callback, steps: int = STEPS) -> Clock:
     """Train for a while, and return the times of a step."""
     clock = Clock()
     quiet: dict[str, Any] = {
@@ -129,7 +129,7 @@ def fitted(net: nn.Module, data: Any, *callbacks: Callback) -> Clock:
         accelerator="auto",
         devices=1,
         precision="bf16-mixed",
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=[*callbacks, clock],

@@ -1,6 +1,5 @@
 """Image decoding backends: check that a backend is available, and suits the other settings. Choose a decoder."""
 
-import io
 import logging
 import time
 from collections.abc import Iterable
@@ -12,7 +11,6 @@ from multiprocessing.synchronize import Barrier
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
-from PIL import Image
 
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.choose import DecoderChoice, make_decoder
@@ -21,7 +19,7 @@ from lightning_feed.images.dali_binding import DaliOptions, require_dali
 from lightning_feed.images.decode_ahead import NvJpegOptions
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
-from lightning_feed.images.nvjpeg import nvjpeg
+from lightning_feed.images.nvjpeg import nvjpeg, small_jpeg
 from lightning_feed.load.child import run_in_children
 from lightning_feed.machine import limits
 from lightning_feed.storage.folder import SampleSource
@@ -137,10 +135,8 @@ def require_nvjpeg(device: torch.device) -> None:
         MissingExtraError: this torchvision has no nvJPEG.
         LoaderError: decoding fails on the device.
     """
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "JPEG")
     try:
-        nvjpeg(device)([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
+        nvjpeg(device)([small_jpeg()])
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
         raise LoaderError(

@@ -72,9 +72,9 @@ class _Copier:
 class NvJpegDecoder:
     """Decodes the batches of one loader with nvJPEG, or on the CPU if that is the device.
 
-    If workers make the batches, a thread decodes two batches ahead, on a stream of high priority: the decoder's small
-    kernels then do not wait behind those of the training step. Training only waits for an event. Batches that are made
-    in the training process, by ``num_workers=0``, are decoded when they are asked for.
+    If workers make the batches, a thread decodes two batches ahead, on a stream of high priority: small kernels then do
+    not wait behind those of the training step. Training only waits for an event. Batches that are made in the training
+    process, by ``num_workers=0``, are decoded when they are asked for.
 
     Args:
         dataset: the dataset of the batches.
@@ -106,7 +106,7 @@ class NvJpegDecoder:
 
         Raises:
             DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
-            LoaderError: if nvJPEG fails on every file.
+            LoaderError: if nvJPEG decodes no file any more.
             torch.OutOfMemoryError: if the device is out of memory.
         """
         if self.device.type == "cpu":

@@ -17,15 +17,16 @@ from lightning_feed.images.image_dataset import (
     collate_images,
     decode_rest,
 )
-from lightning_feed.images.nvjpeg import DecodeJpegs, nvjpeg
+from lightning_feed.images.nvjpeg import DecodeJpegs, nvjpeg, small_jpeg
 from lightning_feed.images.ragged_crop import Normalization, crop_ragged
 from lightning_feed.load.stage import traced
 
 MOST_BYTES: Final = 256 * 2**20
 """Limit for decoded full-size pixels. Larger batches are split: otherwise a batch of 12-megapixel photographs would
 take 10 GB."""
-_NO_MEMORY: Final = re.compile(r"Failed to [\w ]+: 5\b")
-"""torchvision's message for NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
+_NO_MEMORY: Final = re.compile(r"(Failed to [\w ]+|failed): 5\b")
+"""The messages of torchvision and torchcodec for NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return
+codes)."""
 _FAILED: Final = "nvJPEG failed on the JPEG"
 
 
@@ -61,7 +62,7 @@ def decode_batch(
     Raises:
         DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
         MissingExtraError: if no library with nvJPEG is installed.
-        LoaderError: if nvJPEG fails on every file.
+        LoaderError: if nvJPEG decodes no file any more.
     """
     batch_decoder = _BatchDecoder(batch, dataset, device, normalization, decode or nvjpeg(device))
     return batch_decoder.run()
@@ -157,23 +158,28 @@ class _BatchDecoder:
             if error is not None and len(files) > 1:  # the error does not say which file failed
                 alone = [_try([file], self._decode) for file in files]
                 images = [image for (image,), _ in alone]
+        if error is not None and all(image is None for image in images):
+            self._check_device()
         fallback = self._dataset.cpu_fallback
         sizes = self._batch.plan[part, SIZE].tolist()
         for place, (position, size, image) in enumerate(zip(part, sizes, images, strict=True)):
-            if image is not None and [*image.shape[1:]] == size:
-                fallback.worked = True
+            if image is not None and [*image.shape] == [3, *size]:
                 continue
             images[place] = None
             index = self._indices[position]
             fallback.known[index] = _FAILED
             fallback.add(_FAILED, self._dataset.source.name(index))
-        if not fallback.worked and len(files) > 1:
-            # No file was decoded, so the files are not at fault. Without an error, the CPU would decode them all here.
-            raise LoaderError(
-                f"The device decoded none of the first {len(files)} JPEGs: {error}. Check the driver "
-                'and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
-            ) from error
         return images
+
+    def _check_device(self) -> None:
+        """Decode a JPEG that is known to be good. If that fails, too, the files are not at fault: without an error, the
+        CPU would decode all images of the run here."""
+        _, error = _try([small_jpeg()], self._decode)
+        if error is not None:
+            raise LoaderError(
+                f"The device decodes no JPEG, not even one that is known to be good: {error}. Check the driver and the "
+                'CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
+            ) from error
 
 
 def _as_planes(normalization: Normalization, image: Tensor) -> Tensor:

@@ -32,13 +32,11 @@ class CpuFallback:
 
     Attributes:
         known: image index -> reason why the device decoder failed. These images are not tried again.
-        worked: True once the device decoder has decoded any image.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self.known: dict[int, str] = {}
-        self.worked = False
 
     def add(self, reason: str, name: str) -> None:
         """Count one image, and log the first with each reason.

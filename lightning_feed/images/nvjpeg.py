@@ -1,10 +1,12 @@
 """nvJPEG: which files it decodes, and the libraries by which it is called."""
 
+import io
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
@@ -22,7 +24,7 @@ from lightning_feed.images.header import (
 )
 
 _BASELINE = 0xC0
-_PROGRESSIVE = 0xC2
+_PROGRESSIVE_FRAME = 0xC2
 _APP14 = 0xEE
 _SCAN = 0xDA
 _GREY = 1
@@ -34,27 +36,37 @@ DecodeJpegs: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 """Decodes whole JPEGs (uint8, (bytes,), on the host) to contiguous uint8 (3, H, W) on the device. Raises a RuntimeError
 if any of them fails."""
 
+
+@lru_cache
+def small_jpeg() -> Tensor:
+    """Return a JPEG that each decoder can decode: uint8, shape (bytes,), on the host."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
 class NvJpeg:
     """Decodes lists of JPEGs on one CUDA device; one object serves the whole process.
 
-    Calls nvJPEG by torchcodec, if that is installed for this torch, else by torchvision, which deprecates its decoder
-    (torchvision 0.29).
+    Calls nvJPEG by torchcodec, if that is installed for this torch and decodes on this device, else by torchvision,
+    which deprecates its decoder (torchvision 0.29).
 
     Attributes:
         library: ``"torchcodec"`` or ``"torchvision"``.
 
     Raises:
-        MissingExtraError: if torchcodec is missing, and this torchvision was built without nvJPEG.
+        MissingExtraError: if neither torchcodec nor torchvision was built with nvJPEG.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.library, self._decode = _by_torchcodec() or _by_torchvision()
+        self.library, self._decode = _by_torchcodec(device) or _by_torchvision()
         self._device = device
         self._module = torch.get_device_module(device)
-        # "Streams with greater priorities" run first: nvJPEG's kernels are small, and the model's step waits for them.
+        # torchcodec decodes on the current stream, whose priority is high here: nvJPEG's kernels are small, and the
+        # model's step waits for them. torchvision has a stream of its own, of normal priority.
         self._stream = self._module.Stream(device, priority=-1)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
@@ -69,8 +81,8 @@ class NvJpeg:
         Raises:
             RuntimeError: if any file cannot be decoded; the error does not say which.
         """
-        # torchvision allocates the images on the current stream, but nvJPEG writes them on its own stream, which does
-        # not wait for the current one; the hardware decoder waits for no stream at all (github.com/pytorch/vision
+        # torchvision allocates the images on the current stream, but nvJPEG writes them on another one, which does not
+        # wait for the current one; the hardware decoder waits for no stream at all (github.com/pytorch/vision
         # pull 9606, meta-pytorch/torchcodec pull 1634). So nvJPEG may write to memory that was freed on the current
         # stream while kernels queued there still read it. Therefore:
         # 1. Allocate the images on a stream without queued work: memory freed there is not in use. Usually the stream
@@ -98,10 +110,13 @@ class NvJpeg:
 _Decode: TypeAlias = Callable[[list[Tensor], torch.device], list[Tensor]]
 
 
-def _by_torchcodec() -> tuple[str, _Decode] | None:
-    """torchcodec's call (since 0.16). None if it is not installed, or not for this torch: each goes with one torch."""
+def _by_torchcodec(device: torch.device) -> tuple[str, _Decode] | None:
+    """torchcodec's call (since 0.16). None if it is not installed, or not for this torch and device: each release goes
+    with one torch, and some builds are without nvJPEG."""
     try:
         from torchcodec.decoders import decode_jpeg
+
+        decode_jpeg([small_jpeg()], mode="RGB", device=device)
     except (ImportError, OSError, RuntimeError):
         return None
     return "torchcodec", lambda files, device: decode_jpeg(files, mode="RGB", device=device)
@@ -138,6 +153,7 @@ def nvjpeg(device: torch.device) -> NvJpeg:
 _CUT: Final = "the JPEG does not end with its end marker: it is cut short, or has data after it"
 _NO_FRAME: Final = "the JPEG has no frame header"
 _OTHER_CODING: Final = "nvJPEG decodes only 8-bit baseline and progressive JPEGs, not others (12 bits, lossless, ...)"
+_PROGRESSIVE: Final = "the JPEG is progressive, and the engine of the GPU decodes only baseline JPEGs"
 _CMYK: Final = "nvJPEG does not convert CMYK JPEGs to RGB"
 _HOLDS_RGB: Final = "the JPEG holds RGB, but nvJPEG reads it as YCbCr"
 _SUBSAMPLED: Final = "nvJPEG does not support the JPEG's chroma subsampling"
@@ -145,8 +161,18 @@ _TOO_LARGE: Final = "the image is too large, or its header is broken"
 _OTHER_KINDS: Final = {
     kind: f"nvJPEG decodes only JPEG, and the image is of the kind {kind}" for kind in KINDS if kind != JPEG
 }
-REASONS: Final = (_CUT, _NO_FRAME, _OTHER_CODING, _CMYK, _HOLDS_RGB, _SUBSAMPLED, _TOO_LARGE, *_OTHER_KINDS.values())
-"""The reasons why nvJPEG cannot decode a file."""
+REASONS: Final = (
+    _CUT,
+    _NO_FRAME,
+    _OTHER_CODING,
+    _PROGRESSIVE,
+    _CMYK,
+    _HOLDS_RGB,
+    _SUBSAMPLED,
+    _TOO_LARGE,
+    *_OTHER_KINDS.values(),
+)
+"""The reasons why the workers decode a file, and not nvJPEG."""
 
 
 def refusal(data: Encoded, size: tuple[int, int]) -> str | None:
@@ -159,10 +185,11 @@ def refusal(data: Encoded, size: tuple[int, int]) -> str | None:
 
 
 def not_for_nvjpeg(data: Encoded) -> str | None:
-    """Return the reason why nvJPEG cannot decode a file. Returns None if nvJPEG can.
+    """Return the reason why a file is not for nvJPEG. Returns None if it is.
 
     nvJPEG decodes 8-bit baseline and progressive JPEGs, grey or colour, in the usual chroma subsamplings
-    (https://docs.nvidia.com/cuda/nvjpeg/). One unsupported file makes the call fail for the whole list, or is decoded
+    (https://docs.nvidia.com/cuda/nvjpeg/). Progressive ones are not for it: the device's engine does not decode them,
+    and the host would decode a part of each. One unsupported file makes the call fail for the whole list, or is decoded
     in wrong colours; a truncated file may come out half grey, while other decoders refuse it.
 
     Args:
@@ -183,8 +210,10 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
 
 
 def _frame_refusal(frame: "_Frame") -> str | None:
-    if frame.marker not in (_BASELINE, _PROGRESSIVE) or frame.bits != 8:
+    if frame.marker not in (_BASELINE, _PROGRESSIVE_FRAME) or frame.bits != 8:
         return _OTHER_CODING
+    if frame.marker == _PROGRESSIVE_FRAME:
+        return _PROGRESSIVE
     if len(frame.sampling) == _GREY:
         return None
     if len(frame.sampling) != _COLOUR:

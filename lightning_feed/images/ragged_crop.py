@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = "npt.NDArray[np.float64]"
 _FAST_SHRINK = 2
+_ALIGNED_ROWS = 4
+"""With a multiple of so many rows, each table of the kernel begins at a multiple of 16 bytes. Triton compiles a kernel
+anew for pointers that are aligned otherwise, and the number of images differs from batch to batch."""
 
 
 class Normalization(NamedTuple):
@@ -106,16 +109,18 @@ def _crop_by_kernel(
     from lightning_feed.images import ragged_kernel as kernel
 
     count, height, width = len(images), *out.shape[1:3]
+    padding = -count % _ALIGNED_ROWS
     boxes = np.concatenate([rows[:, SIZE], rows[:, REGION], np.array(positions)[:, None]], 1).astype(np.int32)
     filters = np.concatenate([*_filters(rows, quality)], 1).astype(np.float32)
-    addresses = np.array([image.data_ptr() for image in images])
+    addresses = np.array([[image.data_ptr()] for image in images])
     # One copy from page-locked memory, so that the host does not wait for it.
-    packed = np.concatenate([table.view(np.uint8).ravel() for table in (addresses, boxes, filters)])
+    tables = [np.pad(table, ((0, padding), (0, 0))) for table in (addresses, boxes, filters)]
+    packed = np.concatenate([table.view(np.uint8).ravel() for table in tables])
     host = torch.from_numpy(packed)
     if out.device.type != "cpu":
         host = host.pin_memory()
     table = host.to(out.device, non_blocking=True)
-    starts, box_table, filter_table = table.split([8 * count, boxes.nbytes, filters.nbytes])
+    starts, box_table, filter_table = table.split([part.nbytes for part in tables])
     grid = (count, -(-height // kernel.ROWS), -(-width // kernel.COLUMNS))
     kernel.crop_kernel[grid](
         starts.view(torch.int64),

@@ -227,12 +227,17 @@ def test_device_errors_are_raised_and_not_blamed_on_images(error: Exception) -> 
     assert calls == [3]
 
 
-def test_nvjpeg_memory_errors_are_raised_as_out_of_memory_errors() -> None:
-    """It allocates beside torch, and torchvision passes on the bare status: NVJPEG_STATUS_ALLOCATOR_FAILURE is 5."""
+@pytest.mark.parametrize(
+    "words",
+    ["Error while decoding JPEG images: Failed to decode jpeg stream: 5", "nvjpegDecode failed: 5"],
+    ids=["torchvision", "torchcodec"],
+)
+def test_nvjpeg_memory_errors_are_raised_as_out_of_memory_errors(words: str) -> None:
+    """It allocates beside torch, and libraries pass on the bare status: NVJPEG_STATUS_ALLOCATOR_FAILURE is 5."""
     made = nvjpeg_dataset(jpegs(3))
 
     def failing(files: list[Tensor]) -> list[Tensor]:
-        raise RuntimeError("Error while decoding JPEG images: Failed to decode jpeg stream: 5")
+        raise RuntimeError(words)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory: nvJPEG.*3 JPEGs.*: 5\).*batch_size"):
         decode_batch(batch_of(made), made, CPU, decode=failing)
@@ -249,11 +254,25 @@ def test_other_nvjpeg_errors_are_blamed_on_the_file(status: int) -> None:
     assert list(made.cpu_fallback.known) == [1]
 
 
-def test_a_device_that_decodes_no_image_raises_a_loader_error() -> None:
+@pytest.mark.parametrize("first", [0, 1], ids=["from the first batch on", "later"])
+def test_a_device_that_decodes_nothing_any_more_raises_a_loader_error(first: int) -> None:
+    """Else all images would be decoded in the training process."""
     made = nvjpeg_dataset(jpegs(3))
+    for _ in range(first):
+        decode_batch(batch_of(made), made, CPU, decode=Decoder())
 
     def failing(files: list[Tensor]) -> list[Tensor]:
-        raise RuntimeError("Failed to initialize batch decoding: 7")
+        raise RuntimeError("Failed to synchronize CUDA stream: 700")
 
-    with pytest.raises(LoaderError, match=r"none of the first 3 JPEGs.*batch decoding: 7.*backend=\"torch\""):
+    with pytest.raises(LoaderError, match=r"no JPEG, not even one .*: 700\. .*backend=\"torch\""):
         decode_batch(batch_of(made), made, CPU, decode=failing)
+
+
+def test_a_first_batch_of_broken_files_is_not_blamed_on_the_device() -> None:
+    batch, made = broken_batch("substitute", [BAD_INSIDE, BAD_INSIDE, *jpegs(2)])
+    decode = Decoder(refused=BAD_INSIDE)
+    for position in (2, 3):
+        made.cpu_fallback.known[position] = "left out here, so that all that is decoded is broken"
+    decode_batch(batch, made, CPU, decode=decode)
+    assert decode.calls == [2, 1, 1, 1]  # together, each alone, and one that is known to be good
+    assert made.bad_samples.failures >= 2

@@ -1,5 +1,7 @@
 """Which files are for nvJPEG, and how it is called beside other work on the device."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -21,7 +23,6 @@ FOR_IT = [
     "colour",
     "greyscale",
     "EXIF-rotated",
-    "progressive",
     "4:4:4",
     "4:2:2",
     "one pixel",
@@ -29,6 +30,7 @@ FOR_IT = [
     "restart markers",
 ]
 NOT_FOR_IT = {
+    "progressive": "decodes only baseline",
     "CMYK": "CMYK",
     "RGB inside": "reads it as YCbCr",
     "bytes after the end": "end marker",
@@ -128,7 +130,7 @@ def test_images_beyond_the_limit_of_decompression_bombs_are_not_for_nvjpeg() -> 
 
 
 def test_missing_nvjpeg_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvjpeg, "_by_torchcodec", lambda: None)
+    monkeypatch.setattr(nvjpeg, "_by_torchcodec", lambda device: None)
     operator = Mock(side_effect=RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
     monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", operator, raising=False)
@@ -150,9 +152,17 @@ def test_decode_jpegs_cuda_of_torchvision_has_the_expected_signature() -> None:
     assert [str(given.type) for given in schema.returns] == ["List[Tensor]"]
 
 
+def test_torchvision_decodes_where_torchcodec_was_built_without_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
+    without = SimpleNamespace(decode_jpeg=Mock(side_effect=RuntimeError("not compiled with nvJPEG support")))
+    monkeypatch.setitem(sys.modules, "torchcodec", without)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", without)
+    assert NvJpeg(torch.device("cuda", 0)).library == "torchvision"
+
+
 def test_torchcodec_leaves_pixels_as_stored() -> None:
     """It applies the Exif orientation, which workers clear in their batches."""
-    found = _by_torchcodec()
+    found = _by_torchcodec(torch.device("cpu"))
     if found is None:
         pytest.skip("torchcodec is not installed, or not for this torch")
     _, decode = found
