@@ -1,5 +1,6 @@
 """nvJPEG: which files it decodes, and the libraries by which it is called."""
 
+import importlib
 import io
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -114,12 +115,11 @@ def _by_torchcodec(device: torch.device) -> tuple[str, _Decode] | None:
     """torchcodec's call (since 0.16). None if it is not installed, or not for this torch and device: each release goes
     with one torch, and some builds are without nvJPEG."""
     try:
-        from torchcodec.decoders import decode_jpeg
-
-        decode_jpeg([small_jpeg()], mode="RGB", device=device)
-    except (ImportError, OSError, RuntimeError):
+        decoders: Any = importlib.import_module("torchcodec.decoders")
+        decoders.decode_jpeg([small_jpeg()], mode="RGB", device=device)
+    except (ImportError, AttributeError, OSError, RuntimeError):
         return None
-    return "torchcodec", lambda files, device: decode_jpeg(files, mode="RGB", device=device)
+    return "torchcodec", lambda files, device: decoders.decode_jpeg(files, mode="RGB", device=device)
 
 
 def _by_torchvision() -> tuple[str, _Decode]:
