@@ -190,6 +190,7 @@ class FitTuning:
 
     def _step_time(self, run: StarvationRun) -> StepTime:
         """Return the largest step time, noise and input share of all ranks since the measuring began."""
+        run.main.meter.catch_up()  # on a device, the times of steps are read only now and then
         input_pct = run.main.measurements(prefetch_active=None).stats.input_pct
         ranks = gather(self._trainer, (mean_step_ms(run), step_noise_ms(run), input_pct))
         return StepTime(
@@ -203,6 +204,10 @@ class FitTuning:
     def _try_settings(self, run: StarvationRun) -> None:
         """Run the trials and use their result, unless something says that there must be none, or not yet."""
         before = self._step_time(run)
+        if math.isinf(before.mean_ms):  # the device is so far behind that too few steps are measured
+            self._next = Phase.TRIALS
+            self._not_before = run.finished + MEASURED_STEPS
+            return
         if any(gather(self._trainer, self.loader.has_changed())):
             self._give_up(_CHANGES)
             return

@@ -210,8 +210,8 @@ class _Adviser:
 
     def _in_place(self) -> str:
         """Return the command that tries batches in place, if these are the first fix and can be tried; else empty."""
-        if self.diagnosis.remedies[0].change != IN_PLACE or not may_be_tuned(self.facts):
-            return ""
+        if self.diagnosis.remedies[0].change != IN_PLACE or not may_be_tuned(self.facts) or self._is_short():
+            return ""  # outside of training, batches are handed over as torch does it
         return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
 
     def _tune(self, what: str) -> str:

@@ -416,3 +416,12 @@ def test_the_text_says_what_batches_in_place_save_at_most() -> None:
     assert "FastDataModule.wrap(Birds(...))" in lines[first + 2]
     assert "at most 3.61 x as fast" in " ".join(lines)
     assert not any("pin_memory" in line for line in lines)
+
+
+def test_a_short_run_is_told_of_batches_in_place_and_not_of_trials_that_cannot_make_them() -> None:
+    """`lightning-feed tune` tries settings outside of training, and hands batches over as torch does it."""
+    wall = WallStats(wall_s=8.0, parts=(WallPart(name="train", seconds=8.0, times=1),))
+    short = decide(measured(**BY_TORCH | COPIES, wall=wall, left_s=0.0))
+    assert short.remedies[0].change.setting == "hand_over"
+    step = next_step(short, RunIdentity(program="train.py"))
+    assert step == "paste the first fix, as the datamodule of trainer.fit, in place of Birds(...)"
