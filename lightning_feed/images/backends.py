@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg, small_jpeg
 from lightning_feed.load.child import run_in_children
+from lightning_feed.load.counts import SharedNumber
 from lightning_feed.machine import limits
 from lightning_feed.storage.folder import SampleSource
 
@@ -32,7 +33,7 @@ DALI_BACKENDS: dict[str, Literal["cpu", "gpu"]] = {"dali-cpu": "cpu", "dali-gpu"
 GPU_BACKENDS = ("nvjpeg", "dali-gpu")
 _SAMPLES_TO_CHOOSE_BY = 64
 _TRIED_S = 0.5
-"""Seconds for which all CPUs decode, longer than it takes to start to run after the barrier."""
+"""Seconds for which all CPUs decode: enough for some hundred images, or a few large ones."""
 _TIMEOUT_S = 60.0
 
 _ONLY_TORCH = {
@@ -207,20 +208,34 @@ def _images_per_s(samples: list[EncodedSample], dataset: ImageDataset, cpus: int
 
     One CPU alone is no measure of many: two may share a core.
     """
-    all_ready = get_context("fork").Barrier(cpus)
-    work = partial(_rate_beside_others, samples, dataset, all_ready)
-    return sum(run_in_children([work] * cpus, timeout_s=_TIMEOUT_S))
+    began = SharedNumber(0.0)
+
+    def note_begin() -> None:
+        began.value = time.perf_counter()  # the machine's clock, which all processes read
+
+    all_ready = get_context("fork").Barrier(cpus, note_begin)
+    work = partial(_decode_beside_others, samples, dataset, all_ready, began)
+    tries = run_in_children([work] * cpus, timeout_s=_TIMEOUT_S)
+    return sum(one.images for one in tries) / max(one.seconds for one in tries)
 
 
-def _rate_beside_others(samples: list[EncodedSample], dataset: ImageDataset, all_ready: Barrier) -> float:
-    """Return the images a second that this process decodes, beside others that begin at the same time."""
+class _Try(NamedTuple):
+    """The images that one process has decoded, and the seconds since all processes were ready."""
+
+    images: int
+    seconds: float
+
+
+def _decode_beside_others(
+    samples: list[EncodedSample], dataset: ImageDataset, all_ready: Barrier, began: SharedNumber
+) -> _Try:
+    """Decode until a moment that is the same for all processes, whenever each of them gets a CPU."""
     all_ready.wait(_TIMEOUT_S)
-    began_s = time.perf_counter()
-    decoded = 0
-    while time.perf_counter() < began_s + _TRIED_S or not decoded:
-        dataset.decoded(samples[decoded % len(samples)])
-        decoded += 1
-    return decoded / (time.perf_counter() - began_s)
+    images = 0
+    while time.perf_counter() < began.value + _TRIED_S or not images:
+        dataset.decoded(samples[images % len(samples)])
+        images += 1
+    return _Try(images, time.perf_counter() - began.value)
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> DecoderChoice:  # noqa: FBT001  # as a recipe has it

@@ -154,12 +154,7 @@ class _BatchDecoder:
         """Decode files. In the result, None stands for an image on which nvJPEG fails; such an image is recorded in
         ``cpu_fallback.known``."""
         with traced("decode"):
-            images, error = _try(files, self._decode)
-            if error is not None and len(files) > 1:  # the error does not say which file failed
-                alone = [_try([file], self._decode) for file in files]
-                images = [image for (image,), _ in alone]
-        if error is not None and all(image is None for image in images):
-            self._check_device()
+            images = self._decode_all_or_each(files)
         fallback = self._dataset.cpu_fallback
         sizes = self._batch.plan[part, SIZE].tolist()
         for place, (position, size, image) in enumerate(zip(part, sizes, images, strict=True)):
@@ -169,6 +164,17 @@ class _BatchDecoder:
             index = self._indices[position]
             fallback.known[index] = _FAILED
             fallback.add(_FAILED, self._dataset.source.name(index))
+        return images
+
+    def _decode_all_or_each(self, files: list[Tensor]) -> list[Tensor | None]:
+        """Decode files in one call; if it fails, each alone, since the error does not say which file failed."""
+        images, error = _try(files, self._decode)
+        if error is None:
+            return images
+        if len(files) > 1:
+            images = [_try([file], self._decode)[0][0] for file in files]
+        if all(image is None for image in images):
+            self._check_device()
         return images
 
     def _check_device(self) -> None:

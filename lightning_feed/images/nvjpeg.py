@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -23,6 +24,8 @@ from lightning_feed.images.header import (
     jpeg_segments,
     kind_of,
 )
+
+logger = logging.getLogger(__name__)
 
 _BASELINE = 0xC0
 _PROGRESSIVE_FRAME = 0xC2
@@ -117,7 +120,10 @@ def _by_torchcodec(device: torch.device) -> tuple[str, _Decode] | None:
     try:
         decoders: Any = importlib.import_module("torchcodec.decoders")
         decoders.decode_jpeg([small_jpeg()], mode="RGB", device=device)
-    except (ImportError, AttributeError, OSError, RuntimeError):
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        logger.info("torchcodec is installed, but cannot decode on %s: %s", device, str(error).partition("\n")[0])
         return None
     return "torchcodec", lambda files, device: decoders.decode_jpeg(files, mode="RGB", device=device)
 

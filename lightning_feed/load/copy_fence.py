@@ -19,8 +19,9 @@ copying: WeakSet[CopiesBatches] = WeakSet()
 The set holds these objects, not their streams: torch 2.11 frees a stream without clearing the weak references to it,
 which then point to other memory.
 """
-_lock = threading.Lock()
-"""Held while ``copying`` is added to or iterated: batches are dropped in several threads."""
+_lock = threading.RLock()
+"""Held while ``copying`` is added to or iterated: batches are dropped in several threads. A thread may take it twice,
+because a garbage collection that begins meanwhile may drop a batch, too."""
 
 
 def register(copier: CopiesBatches) -> None:

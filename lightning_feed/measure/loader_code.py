@@ -89,7 +89,7 @@ def _words(owner: object, loaders: Sequence[AnyLoader], package: str) -> str:
 def _only_call_of(kind: str) -> str:
     """Return the line of the program's main file that makes a loader of a class. Empty unless there is exactly one.
 
-    Where that class is not called, another loader is taken that may hold it, such as webdataset's ``WebLoader``.
+    Where that class is not called, the line of webdataset's ``WebLoader``, which makes a DataLoader of its own.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_users(file):
@@ -100,7 +100,7 @@ def _only_call_of(kind: str) -> str:
         return ""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [(ast.unparse(call.func).rpartition(".")[2], call.lineno) for call in calls]
-    lines = [line for name, line in names if name == kind] or [line for name, line in names if name.endswith("Loader")]
+    lines = [line for name, line in names if name == kind] or [line for name, line in names if name == "WebLoader"]
     if len(lines) != 1:
         return ""
     return source_line(file, lines[0])

@@ -216,10 +216,20 @@ def test_auto_takes_the_side_that_decodes_more(device_ms: float, name: str, monk
 def test_auto_tries_all_cpus_at_the_same_time(cpus: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CPUs may share a core, so that each decodes less than one alone."""
     monkeypatch.setattr(backends, "decoding_ms", lambda *_: 4.0)
-    monkeypatch.setattr(backends, "run_in_children", lambda works, **_: [100.0 for _ in works])
+    made = backends._Try(images=100, seconds=1.0)
+    monkeypatch.setattr(backends, "run_in_children", lambda works, **_: [made for _ in works])
     choice = _auto(jpegs(6), cpus)
     assert choice.name == name
     assert f"the device decodes 250 images/s, and {cpus} CPUs {cpus}00," in choice.reason
+
+
+@pytest.mark.usefixtures("gpu")
+def test_processes_of_auto_count_until_the_last_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they outnumber the CPUs, some get one later."""
+    monkeypatch.setattr(backends, "decoding_ms", lambda *_: 4.0)
+    tries = [backends._Try(images=100, seconds=1.0), backends._Try(images=100, seconds=2.0)]
+    monkeypatch.setattr(backends, "run_in_children", lambda works, **_: tries)
+    assert "2 CPUs 100," in _auto(jpegs(6), 2).reason
 
 
 @pytest.mark.usefixtures("gpu")

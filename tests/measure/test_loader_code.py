@@ -157,6 +157,7 @@ rows = [torch.zeros(8)]
         ("loader = wds.WebLoader(rows)", "train.py:7"),  # its inner loader is the DataLoader
         ("loader = wds.WebLoader(rows)\nother = DataLoader(rows)", "train.py:8"),
         ("loader = make(rows)", "passed to trainer.fit"),
+        ("loader = make(rows, FileSystemLoader(folder))", "passed to trainer.fit"),  # of templates, by jinja2
         ("loader = (", "passed to trainer.fit"),
     ],
 )

@@ -228,6 +228,30 @@ class _Replaced:
         return self.added.stream
 
 
+class _Collecting:
+    """A copier during whose turn a batch is dropped in the same thread, as the garbage collector may do."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.events: list[Any] | None = None
+
+    @property
+    def stream(self) -> Stream:
+        if self.events is None:
+            self.events = []
+            self.events = CopyFence().events()
+        return self._stream
+
+
+def test_a_batch_may_be_dropped_while_events_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(SimulatedDevice()) as device:
+        copier = _Collecting(device.Stream())
+        monkeypatch.setattr(copy_fence, "copying", WeakSet([copier]))
+        assert len(CopyFence().events()) == 2
+        assert copier.events is not None
+        assert len(copier.events) == 2
+
+
 def test_copy_fence_records_events_while_another_thread_begins_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(SimulatedDevice()):
         copier = _Replaced()
