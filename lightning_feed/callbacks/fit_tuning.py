@@ -18,7 +18,7 @@ from lightning_feed.in_fit.goal import (
     fills_a_cache,
     goal_of,
     is_to_stop,
-    keys_in_fit,
+    key_in_fit,
     rehearsal_of,
     slowest_work,
     tune_for_fit,
@@ -29,9 +29,12 @@ from lightning_feed.in_fit.tuned_loader import TunedLoader
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import REGISTERING_DEVICES, Setting
+from lightning_feed.machine.limits import read_machine
+from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.measure.rank_store import gather
-from lightning_feed.trials.search import ALIKE
+from lightning_feed.trials.search import ALIKE, UNLIKE
 from lightning_feed.trials.time_left import MOST_S, TimeLeft
 from lightning_feed.trials.tune_loader import Key, Store, Tuned
 
@@ -39,6 +42,7 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
+_CANNOT_TELL = "whose gain trials cannot tell"
 _CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"
 
 
@@ -47,6 +51,8 @@ class Phase(enum.Enum):
 
     TRIALS = enum.auto()
     """Steps with the user's setting are measured, and the trials follow."""
+    RECALLED = enum.auto()
+    """Steps with the result of an earlier run are measured, to see if they take the time that they took there."""
     NEXT_EPOCH = enum.auto()
     """The first epoch fills what the dataset keeps, so its steps say nothing: those of the next one are measured."""
     NOTHING = enum.auto()
@@ -107,16 +113,20 @@ class FitTuning:
         """The rehearsal of the training loader; None until one was needed."""
         self._tuned: Tuned | None = None
         """The result in use."""
+        self._others: CpuShare | None = None
+        """Watches other programs while training compares."""
 
     # --- an earlier result --------------------------------------------------------------------------------------------
 
     def recall(self) -> str:
-        """Use the result of an earlier run, if there is one and a rehearsal passes.
+        """Use the result of an earlier fit, if there is one and a rehearsal passes.
+
+        If its steps take other times in this fit, training itself compares it with the user's setting.
 
         Returns:
             The reason why nothing may be tried in this fit; empty if something may, or if a result is used.
         """
-        may_know = self._trainer.local_rank == 0 and any(map(Store().may_know, self._keys(Rehearsal())))
+        may_know = self._trainer.local_rank == 0 and Store().may_know(self._key(Rehearsal()))
         if not any(gather(self._trainer, may_know)):
             return ""
         original = self.loader.original
@@ -128,6 +138,8 @@ class FitTuning:
         if earlier is not None:
             self._rehearsal = rehearsal
             self.use(earlier)
+            if any(gather(self._trainer, earlier.setting != earlier.own)):
+                self._next = Phase.RECALLED
             self._log.outcome.decided = True
             self._log.announce(earlier)
         elif not fills_a_cache(original, rehearsal):  # else a later epoch rehearses again
@@ -142,11 +154,11 @@ class FitTuning:
         self.loader.undecided = False
 
     def _earlier(self, rehearsal: Rehearsal) -> Tuned | None:
-        """Return the result of an earlier run for this node; None unless all nodes have one."""
+        """Return the result of an earlier fit for this node; None unless all nodes have one."""
         trainer = self._trainer
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
-            earlier = next(filter(None, map(Store().load, self._keys(rehearsal))), None)
+            earlier = Store().load(self._key(rehearsal))
             if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
                 earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
@@ -155,8 +167,8 @@ class FitTuning:
             return None
         return by_node[trainer.node_rank]
 
-    def _keys(self, rehearsal: Rehearsal) -> list[Key]:
-        return keys_in_fit(self.loader.original, self._trainer, rehearsal, self._options.max_workers)
+    def _key(self, rehearsal: Rehearsal) -> Key:
+        return key_in_fit(self.loader.original, self._trainer, rehearsal, self._options.max_workers)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -181,6 +193,9 @@ class FitTuning:
         if isinstance(self._next, Comparison):
             if self._has_finished(run, PROVING_STEPS):
                 self._compare(self._next, run)
+        elif self._next is Phase.RECALLED and self._has_finished(run, PROVING_STEPS):
+            self._next = Phase.NOTHING
+            self._check_recalled(run)
         elif self._next is Phase.TRIALS and self._has_finished(run, MEASURED_STEPS):
             self._next = Phase.NOTHING
             self._try_settings(run)
@@ -204,9 +219,8 @@ class FitTuning:
     def _try_settings(self, run: StarvationRun) -> None:
         """Run the trials and use their result, unless something says that there must be none, or not yet."""
         before = self._step_time(run)
-        if math.isinf(before.mean_ms):  # the device is so far behind that too few steps are measured
-            self._next = Phase.TRIALS
-            self._not_before = run.finished + MEASURED_STEPS
+        if math.isinf(before.mean_ms):
+            self._measure_more(Phase.TRIALS, run)
             return
         if any(gather(self._trainer, self.loader.has_changed())):
             self._give_up(_CHANGES)
@@ -226,6 +240,11 @@ class FitTuning:
                 self._apply(tuned, before)
             if self._log.outcome.moves:  # later steps have another loader
                 run.restart()
+
+    def _measure_more(self, following: Phase | Comparison, run: StarvationRun) -> None:
+        """Measure further steps first: the device is so far behind that too few have a time."""
+        self._next = following
+        self._not_before = run.finished + MEASURED_STEPS
 
     def _give_up(self, why: str) -> None:
         self.loader.undecided = False
@@ -305,6 +324,7 @@ class FitTuning:
         else:
             self._log.announce(tuned)
         self._tuned = tuned
+        self._others = CpuShare()
         self._train_with_next(Comparison(tuned, settings, before.mean_ms, before.noise_ms))
 
     def _beyond_trials(self, tuned: Tuned, before: StepTime) -> Tuned:
@@ -323,13 +343,42 @@ class FitTuning:
 
     # --- training itself compares -------------------------------------------------------------------------------------
 
-    def _train_with_next(self, comparison: Comparison) -> None:
-        """Train with the setting that a comparison takes next, if the epoch can change its loader."""
+    def _check_recalled(self, run: StarvationRun) -> None:
+        """Compare the result of an earlier fit with the user's setting, unless its steps take the time they took there.
+
+        The machine or the data may have changed since then, or other programs may have been busy.
+        """
+        assert self._tuned is not None
+        measured = self._step_time(run)
+        if math.isinf(measured.mean_ms):
+            self._measure_more(Phase.RECALLED, run)
+            return
+        tuned = self._tuned
+        took_ms = math.inf if tuned.trained_ms is None else tuned.trained_ms[1]
+        takes_ms = tuned.with_start_ms(tuned.setting, measured.mean_ms)
+        is_as_promised = takes_ms < UNLIKE * took_ms and took_ms < UNLIKE * takes_ms
+        if all(gather(self._trainer, is_as_promised or tuned.setting == tuned.own)):
+            return
+        self._others = CpuShare()
+        promised = "this was not seen in training yet"
+        if tuned.trained_ms is not None:
+            promised = f"a step takes {takes_ms:.3g} ms, and took {took_ms:.3g} when this was found"
+        comparison = Comparison(tuned, [tuned.own], measured.mean_ms, measured.noise_ms, measured=tuned.setting)
+        self._train_with_next(comparison, promised)
+        run.restart()
+
+    def _train_with_next(self, comparison: Comparison, why: str = _CANNOT_TELL) -> None:
+        """Train with the setting that a comparison takes next, if the epoch can change its loader.
+
+        Args:
+            comparison: the comparison.
+            why: the reason to compare a setting that was not chosen.
+        """
         setting = comparison.setting
         chosen = comparison.tuned.setting
         in_use = self.loader.setting
         if setting not in (chosen, in_use):
-            reason = f"training itself compares {setting}, whose gain trials cannot tell"
+            reason = f"training itself compares {setting}, {why}"
             self._log.note_move(setting, reason)
             self._log.say(f"{self._log.now}: {reason}.")
         has_changed = setting == in_use or self.loader.switch(setting)
@@ -343,6 +392,9 @@ class FitTuning:
     def _compare(self, comparison: Comparison, run: StarvationRun) -> None:
         """Note the steps of training with the setting in use. After the last setting, take the fastest."""
         measured = self._step_time(run)
+        if math.isinf(measured.mean_ms):
+            self._measure_more(comparison, run)
+            return
         comparison.note(measured.mean_ms, measured.noise_ms)
         if comparison.go_on():
             self._train_with_next(comparison)
@@ -350,10 +402,10 @@ class FitTuning:
             return
         self._next = Phase.NOTHING
         proven = _proven(comparison)
-        if proven is None:  # too few steps could be measured
-            return
         self._tuned = proven
-        self._save(proven)
+        others_pct = self._others and self._others.others_pct(read_machine().usable_cpus)
+        if (others_pct or 0.0) < OTHERS_PCT:
+            self._save(proven)
         stays = proven.setting == self.loader.setting
         what = "keeps" if stays else "goes back to"
         self._log.say(f"{self._log.now}, {what} {proven.setting}: {proven.reason}.")
@@ -376,11 +428,10 @@ class FitTuning:
         self.loader.switch(own.setting)
 
     def _save(self, tuned: Tuned, *, final: bool = True) -> None:
-        """Save a result for the next run, in which nothing is left to compare. Only whole searches are saved."""
+        """Save a result for the next fit. Only whole searches are saved."""
         if self._trainer.local_rank == 0 and tuned.whole:
             assert self._rehearsal is not None
-            key, _ = self._keys(self._rehearsal)
-            Store().save(key, replace(tuned, in_place=None), final=final)
+            Store().save(self._key(self._rehearsal), replace(tuned, in_place=None), final=final)
 
 
 def _to_compare(tuned: Tuned) -> list[Setting]:
@@ -391,15 +442,13 @@ def _to_compare(tuned: Tuned) -> list[Setting]:
     return [setting for setting in dict.fromkeys(settings) if setting != tuned.own]
 
 
-def _proven(comparison: Comparison) -> Tuned | None:
-    """Return the result of a comparison whose settings were all measured; None if too few steps could be."""
+def _proven(comparison: Comparison) -> Tuned:
+    """Return the result of a comparison whose settings were all measured."""
     tuned = comparison.tuned
     fastest = comparison.fastest()
-    compared = comparison.setting if fastest == tuned.own else fastest
+    compared = comparison.fastest_other() if fastest == tuned.own else fastest
     before_ms = comparison.step_ms(tuned.own)
     after_ms = comparison.step_ms(compared)
-    if not math.isfinite(before_ms + after_ms):
-        return None
     return replace(
         tuned,
         setting=fastest,

@@ -17,7 +17,7 @@ from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.facts import is_instance, loader_facts, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_code import code_of, users_line
-from lightning_feed.measure.measurements import DataModuleFacts, HookCode, LoaderCode, LoopFacts, TrainerFacts
+from lightning_feed.measure.measurements import DataModuleFacts, HookCode, LoaderCode, LoopFacts, Searched, TrainerFacts
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.trials.time_left import TimeLeft
@@ -119,14 +119,14 @@ def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> T
     )
 
 
-def was_tuned(trainer: AnyTrainer) -> bool:
-    """Return True if the number of workers of this fit was decided by trials, in this run or in an earlier one."""
+def tuned_by(trainer: AnyTrainer) -> Searched | None:
+    """Return the search that has decided the number of workers of this fit, in this run or an earlier one."""
     autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
     if autotune:
-        return bool(autotune[0].decided)
-    from lightning_feed.in_fit.goal import is_known  # what only some runs need
+        return "in a fit" if autotune[0].decided else None
+    from lightning_feed.in_fit.goal import searched  # what only some runs need
 
-    return is_known(trainer, _host.train_loaders(trainer))
+    return searched(trainer, _host.train_loaders(trainer))
 
 
 def measures(trainer: AnyTrainer) -> bool:

@@ -16,7 +16,7 @@ from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.proof import prove, proven
+from lightning_feed.diagnosing.proof import Proof, prove, proven
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import FitLength, replay
@@ -34,11 +34,11 @@ from lightning_feed.in_fit.goal import (
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.machine.private_files import atomic_write
-from lightning_feed.measure.measurements import LoaderCode
+from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.measurements import OTHERS_PCT, LoaderCode
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
@@ -71,8 +71,15 @@ def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
     lines += [_row(trial, tuned) for trial in tuned.trials]
     if any(trial.start_share_s for trial in tuned.trials):
         lines += ["", "Each step has its share of the time in which an epoch's workers start."]
-    how = "found by an earlier run" if tuned.remembered else f"{plural(len(tuned.trials), 'setting')} tried"
-    lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
+    how = f"{plural(len(tuned.trials), 'setting')} tried, {tuned.seconds:.0f} s"
+    if tuned.remembered:
+        how = f"found by an earlier run ({how}); --fresh tries again"
+    lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", how]
+    if tuned.others_pct >= OTHERS_PCT:
+        lines += [
+            f"Other programs took {tuned.others_pct:.0f} % of the CPUs meanwhile, so this is not remembered: try again "
+            "when they have ended."
+        ]
     if tuned.setting == tuned.own:
         return "\n".join([*lines, "Your loader has this setting already."])
     for paste in ways_to_apply(tuned, loader_code):
@@ -253,8 +260,8 @@ def tune(  # all but the target are by name, and have a default
     the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in
     each of up to three turns. A rehearsal sees first whether samples stay the same in workers; if not, their number
     stays. The result is stored for the machine, model, samples, batch size and package versions, unless the time ended
-    the search or other programs were busy. Samples are read in copies of this process: see docs/how-to/tune.md for
-    datasets with effects outside.
+    the search, its turns disagree, or other programs were busy. Samples are read in copies of this process: see
+    docs/how-to/tune.md for datasets with effects outside.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
@@ -309,31 +316,37 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
         raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
     device = session.trainer.strategy.root_device
     goal = replace(goal, device_type=device.type, steps_per_epoch=steps_per_epoch(session.trainer, loader))
+    others = CpuShare()
     with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
         if session.model is not None:
             bar.set_description_str("tune: the training step")
             goal = replace(goal, work=measure_work(session), model=name_of_model(session.model))
             bar.set_description_str("tune")
-        tuned = tune_loader(
-            loader, goal, rehearsal=rehearsal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update()
-        )
-        if session.model is not None and not tuned.remembered:
+        key = key_of(loader, goal, session.machine, rehearsal)
+        remembered = None if fresh else Store().load(key)
+        if remembered is not None:
+            return remembered
+        tuned = tune_loader(loader, goal, rehearsal=rehearsal, machine=session.machine, on_trial=lambda _: bar.update())
+        proof = None
+        if session.model is not None:
             bar.set_description_str("tune: training with the result")
-            tuned = _prove(session, loader, goal, rehearsal, tuned)
-    return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))
-
-
-def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, rehearsal: Rehearsal, tuned: Tuned) -> Tuned:
-    """Train with the result, and replace it in the store by the user's own setting if steps are no shorter."""
-    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several loaders
-        return tuned
-    with user_errors("training with the result failed"):
-        proof = prove(session, tuned, seconds=PROOF_S)
-    if proof is None:
-        return tuned
-    tuned = proven(tuned, proof)
-    Store().save(key_of(loader, goal, session.machine, rehearsal), tuned, final=True)
+            proof = _prove(session, tuned)
+    if proof is not None:
+        tuned = proven(tuned, proof)
+    others_pct = others.others_pct(session.machine.usable_cpus) or 0.0
+    tuned = replace(tuned, others_pct=others_pct, batch_size=tuned.batch_size or batch_size_of(loader))
+    if tuned.whole and others_pct < OTHERS_PCT:
+        Store().save(key, tuned, final=proof is not None)
     return tuned
+
+
+def _prove(session: Session, tuned: Tuned) -> Proof | None:
+    """Train with the result and with the user's setting. Returns None if the model trains on several loaders, or if
+    nothing could be compared."""
+    if not isinstance(session.train_loaders, DataLoader):
+        return None
+    with user_errors("training with the result failed"):
+        return prove(session, tuned, seconds=PROOF_S)
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:

@@ -14,20 +14,30 @@ class Comparison:
     Args:
         tuned: the result of the trials.
         settings: the settings to compare with the user's, in this order.
-        own_ms: time of a step with the user's setting, in milliseconds.
-        own_noise_ms: half the width of the 95 % interval of that time.
+        step_ms: time of a step, in milliseconds.
+        noise_ms: half the width of the 95 % interval of that time.
+        measured: the setting in which this was measured; None for the user's own.
 
     Attributes:
         tuned: as given.
         setting: the setting in use.
     """
 
-    def __init__(self, tuned: Tuned, settings: Sequence[Setting], own_ms: float, own_noise_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        tuned: Tuned,
+        settings: Sequence[Setting],
+        step_ms: float,
+        noise_ms: float = 0.0,
+        measured: Setting | None = None,
+    ) -> None:
         self.tuned = tuned
-        self.setting = settings[0]
-        self._left = list(settings[1:])
-        self._noise_ms = {tuned.own: own_noise_ms}
-        self._steps_ms = {tuned.own: tuned.with_start_ms(tuned.own, own_ms)}
+        self._left = list(settings)
+        self._noise_ms: dict[Setting, float] = {}
+        self._steps_ms: dict[Setting, float] = {}
+        self.setting = measured or tuned.own
+        self.note(step_ms, noise_ms)
+        self.go_on()
 
     def note(self, step_ms: float, noise_ms: float = 0.0) -> None:
         """Note the time of a step with the setting in use, in milliseconds.
@@ -58,6 +68,10 @@ class Comparison:
         """
         gaining = [setting for setting in self._steps_ms if self._gains(setting)]
         return min(gaining, key=self.step_ms, default=self.tuned.own)
+
+    def fastest_other(self) -> Setting:
+        """Return the setting with the shortest steps, the user's own left out."""
+        return min((setting for setting in self._steps_ms if setting != self.tuned.own), key=self.step_ms)
 
     def _gains(self, setting: Setting) -> bool:
         own = self.tuned.own

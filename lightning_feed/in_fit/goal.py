@@ -20,7 +20,7 @@ from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.machine.limits import read_machine
-from lightning_feed.measure.measurements import LoopMeasurements, Measurements
+from lightning_feed.measure.measurements import LoopMeasurements, Measurements, Searched
 from lightning_feed.measure.rank_store import connected, gather
 from lightning_feed.trials.cloning import has_threads
 from lightning_feed.trials.time_left import MOST_S
@@ -100,20 +100,37 @@ _ANY_WORK = TrainingWork(step_s=1.0)
 """The key of a result says only whether there is work."""
 
 
-def keys_in_fit(
-    loader: DataLoader[Batch], trainer: Any, rehearsal: Rehearsal, most_workers: int | None = None
-) -> list[Key]:
-    """Return the keys of results that hold in a fit: those found in a fit, and those of ``lightning-feed tune``."""
+def key_in_fit(
+    loader: DataLoader[Batch],
+    trainer: Any,
+    rehearsal: Rehearsal,
+    most_workers: int | None = None,
+    *,
+    in_slots: bool = True,
+) -> Key:
+    """Return the key of a result for the loader of a fit.
+
+    Args:
+        loader: the training loader.
+        trainer: the Trainer of the fit.
+        rehearsal: the rehearsal of the loader.
+        most_workers: the user's limit; None for none.
+        in_slots: True for a result that a fit has found; False for one of ``lightning-feed tune``, which does not try
+            batches in place with torch's own loader, so that no fit begins with it.
+    """
     goal = goal_of(trainer, work=_ANY_WORK, most_workers=most_workers, budget_s=MOST_S)
-    machine = read_machine()
-    return [key_of(loader, replace(goal, in_slots=in_slots), machine, rehearsal) for in_slots in (True, False)]
+    return key_of(loader, replace(goal, in_slots=in_slots), read_machine(), rehearsal)
 
 
-def is_known(trainer: Any, loaders: list[Any]) -> bool:
-    """Return True if an earlier search has decided the number of workers of the only loader of a fit."""
+def searched(trainer: Any, loaders: list[Any]) -> Searched | None:
+    """Return where an earlier search has decided the number of workers of the only loader of a fit; None if nowhere."""
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader) or trainer.lightning_module is None:
-        return False
-    return any(map(Store().may_know, keys_in_fit(loaders[0], trainer, Rehearsal())))
+        return None
+    if Store().may_know(key_in_fit(loaders[0], trainer, Rehearsal())):
+        return "in a fit"
+    if Store().may_know(key_in_fit(loaders[0], trainer, Rehearsal(), in_slots=False)):
+        return "by the command"
+    return None
 
 
 def steps_per_epoch(trainer: Any, loader: DataLoader[Batch]) -> float:

@@ -293,7 +293,7 @@ class _Adviser:
     def _for_hand_over(self) -> str:
         if self.diagnosis.grade == "slightly data-bound":
             return "nothing: batches are ready in time, and only handing them over takes time"
-        if may_be_tuned(self.facts):
+        if may_be_tuned(self.facts) and not self.facts.trainer.tuned:
             return f"{_TUNE}: it tries other numbers of workers"
         stats = self.measured.stats
         takes = f"handing one over takes {in_ms(stats.data_ms, stats.step_ms or 0.0)} ms"

@@ -118,7 +118,7 @@ class Choice:
     finished: bool = True
     """False if the time ended the search before all was tried."""
     inconclusive: bool = False
-    """True if trials did not imitate training, so that nothing follows from them."""
+    """True if nothing follows from the trials: they did not imitate training, or their turns disagree."""
 
 
 class OutOfTime(Exception):
@@ -247,12 +247,14 @@ class _Search:
         own = self._trials[self._space.own]
         fastest_s = min(trial.step_s for trial in self._trials.values())
         tried = f"{len(self._trials)} tried"
+        disagree = False
         if own.step_s <= ALIKE * fastest_s:
             best = own
             reason = f"none of {tried} makes steps more than {ALIKE - 1:.0%} shorter"
         elif not self._is_faster_in_each_turn(best, own):
             reason = f"the turns disagree: {_in_ms(best)} with {best.setting}, {_in_ms(own)} with {own.setting}"
             best = own
+            disagree = True
         elif best.step_s > fastest_s:
             reason = f"the smallest of {tried} within {ALIKE - 1:.0%} of the fastest"
         else:
@@ -260,7 +262,7 @@ class _Search:
         if not finished:
             reason += "; the time ended the search"
         trials = tuple(self._trials.values())
-        return Choice(setting=best.setting, reason=reason, trials=trials, finished=finished)
+        return Choice(setting=best.setting, reason=reason, trials=trials, finished=finished, inconclusive=disagree)
 
     def conclude_nothing(self) -> Choice:
         """Choose the user's setting, of which trials took other times than training itself."""

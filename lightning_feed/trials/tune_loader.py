@@ -1,4 +1,4 @@
-"""Tuning a loader: its setting from an earlier run of the same program, or from trials."""
+"""Tuning a loader by trials, and the results of earlier runs of the same program."""
 
 import hashlib
 import json
@@ -118,11 +118,14 @@ class Tuned:
     """The imitated work of a training step. Without work, a step is the loading of a batch."""
     batch_size: int | None = None
     whole: bool = True
-    """True if the search was not ended by time, and not disturbed by other programs. Only such results are stored."""
+    """True if the search was conclusive, not ended by time, and not disturbed by other programs. Only such results are
+    stored."""
+    others_pct: float = 0.0
+    """Percentage of the CPUs that other programs used during the trials."""
     out_of_time: bool = False
     """True if time ended the search."""
     inconclusive: bool = False
-    """True if trials did not imitate training, so that nothing follows from them."""
+    """True if nothing follows from the trials: they did not imitate training, or their turns disagree."""
     remembered: bool = False
     """True if an earlier run of the same program found the setting."""
     seconds: float = 0.0
@@ -179,8 +182,6 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     goal: Goal | None = None,
     *,
     rehearsal: Rehearsal | None = None,
-    store: "Store | None" = None,
-    fresh: bool = False,
     on_trial: Callable[[Trial], object] = lambda _: None,
     machine: Machine | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -193,8 +194,6 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
         goal: the work of training, and limits; None for a Goal with its defaults.
         rehearsal: the rehearsal of the loader. After a refusal its number of workers stays. None if samples are known
             to stay the same.
-        store: the store of results; None to load and store nothing.
-        fresh: True to ignore stored results.
         on_trial: called with each finished trial.
         machine: limits of this machine; None to read them now.
         clock: returns the time in seconds.
@@ -206,16 +205,7 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
         DatasetError: the dataset raises an error.
     """
     rehearsal = rehearsal or Rehearsal()
-    run = _Run(loader, goal or Goal(), machine or read_machine(), rehearsal, on_trial, clock, stop)
-    key = key_of(loader, run.goal, run.machine, rehearsal)
-    if store is not None and not fresh:
-        tuned = store.load(key)
-        if tuned is not None:
-            return tuned
-    tuned = run.search()
-    if store is not None and tuned.whole:
-        store.save(key, tuned)
-    return tuned
+    return _Run(loader, goal or Goal(), machine or read_machine(), rehearsal, on_trial, clock, stop).search()
 
 
 class _Run:
@@ -264,6 +254,7 @@ class _Run:
         choice = find_setting(space, self._try)
         if choice is None:
             raise self._nothing_ran()
+        others_pct = others.others_pct(self.machine.usable_cpus) or 0.0
         best_in_place = _best_in_place(choice.trials, own)
         return Tuned(
             setting=self._pinned(choice.setting, own),
@@ -276,7 +267,8 @@ class _Run:
             out_of_time=not choice.finished,
             inconclusive=choice.inconclusive,
             batch_size=self.loader.batch_size,
-            whole=choice.finished and not is_busy(others, self.machine),
+            whole=choice.finished and not choice.inconclusive and others_pct < OTHERS_PCT,
+            others_pct=others_pct,
             seconds=self._clock() - self._began_s,
         )
 
@@ -371,11 +363,6 @@ class _Run:
         if self.goal.most_workers is not None:
             return self.goal.most_workers
         return max(MOST_WORKERS // self.goal.local_ranks, int(_WORKERS_PER_CPU * cpus), 1)
-
-
-def is_busy(others: CpuShare, machine: Machine) -> bool:
-    """Return True if other programs have used the CPUs since an object was made that watches them."""
-    return (others.others_pct(machine.usable_cpus) or 0.0) >= OTHERS_PCT
 
 
 def _best_in_place(trials: Sequence[Trial], own: Setting) -> Setting | None:
@@ -474,6 +461,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, rehearsal: R
             "cpus": machine.cpu_time or machine.usable_cpus,
             "memory": _class_of(machine.available_memory_bytes, _MEMORY_STEP),
             "shm": _class_of(machine.free_shm_bytes, _MEMORY_STEP),
+            "threads": torch.get_num_threads(),
         },
         "data": _data(loader),
         "samples": rehearsal.fingerprint,

@@ -485,8 +485,9 @@ def _saved_in_place_ms(judged: JudgedRun) -> float:
 def _may_come_in_place(judged: JudgedRun) -> bool:
     """Return True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
     facts = judged.facts
-    was_tried = facts.trainer.tuned and facts.loader.map_style is not False and facts.loader.count == 1
-    return bool(facts.loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
+    loader = facts.loader
+    was_tried = facts.trainer.tuned == "in a fit" and loader.map_style is not False and loader.count == 1
+    return bool(loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
 
 
 def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
@@ -503,9 +504,9 @@ def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
 
 
 def may_be_tuned(facts: LoopFacts) -> bool:
-    """Return True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
+    """Return True for a loader of a fit that AutotuneCallback can tune, and has not tuned yet."""
     loader = facts.loader
-    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and facts.trainer.tuned != "in a fit"
     return in_fit and not loader.why_no_workers and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 

@@ -25,7 +25,7 @@ from resuming import SaveThenDie, run, trained
 from slot_memory import memory_of
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from trial_steps import THREE_ARE_BEST, Trials
+from trial_steps import THREE_ARE_BEST, QuietMachine, Trials
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks import fit_tuning
@@ -33,13 +33,14 @@ from lightning_feed.callbacks import starvation as starvation_module
 from lightning_feed.callbacks import starvation_run as starvation_run_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.diagnosing import tune as tune_command
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.in_fit import goal as goal_file
 from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.rehearsal import Rehearsal
-from lightning_feed.machine.limits import Machine
+from lightning_feed.machine.limits import Machine, read_machine
 from lightning_feed.machine.private_files import cache_folder
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
@@ -95,7 +96,8 @@ def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
         start_method=multiprocessing.get_all_start_methods()[0],
     )
     replace_in(tune_loader, "read_machine", lambda: machine)
-    replace_in(tune_loader, "is_busy", lambda *_: False)
+    replace_in(tune_loader, "CpuShare", QuietMachine)
+    replace_in(fit_tuning, "CpuShare", QuietMachine)
     replace_in(goal_file, "read_machine", lambda: machine)
     replace_in(build, "read_machine", lambda: machine)
     return made
@@ -378,7 +380,7 @@ def test_the_users_loader_object_is_not_modified(trials: Trials) -> None:
 def test_a_report_tells_whether_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
     starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
-    assert starvation.report().measurements.facts.trainer.tuned is bool(tuner)
+    assert starvation.report().measurements.facts.trainer.tuned == ("in a fit" if tuner else None)
 
 
 def test_the_starvation_report_restarts_once_after_the_trials_and_covers_only_the_new_workers(
@@ -551,6 +553,110 @@ def test_the_next_run_starts_with_the_setting_found_earlier(trials: Trials, capl
     assert "an earlier run found: the fastest of 4 tried" in own_lines(caplog)[-1]
     (kept,) = (cache_folder() / "tuning").iterdir()
     assert json.loads(kept.read_text())["tuned"]["setting"]["num_workers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "kept"),
+    [
+        pytest.param([8.5], 3, id="as before"),
+        pytest.param([20.0, 10.0], 1, id="slower now"),
+        pytest.param([4.0, 3.0], 1, id="both are faster now"),
+        pytest.param([20.0, 30.0], 3, id="both are slower now"),
+    ],
+)
+def test_a_remembered_setting_is_compared_if_its_steps_take_another_time(
+    steps_ms: list[float],
+    kept: int,
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    loaders = plain(batch_size=1, num_workers=1)
+    expected, _, _ = fit([], loaders, max_epochs=2)
+    for times_ms in ([10.0, 8.0], steps_ms):
+        left_ms = iter(times_ms)
+        monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run, left_ms=left_ms: next(left_ms))
+        watching = Watching()
+        changed, _, error = fit([AutotuneCallback(max_workers=3), watching], loaders, max_epochs=2)
+        assert error is None
+        assert by_hook(changed.events) == by_hook(expected.events)
+        assert all(map(torch.equal, changed.parameters(), expected.parameters()))
+    assert watching.seen[0][0] == 3
+    assert (1 in watching.seen[0]) is (len(steps_ms) > 1)
+    assert watching.last == [kept] * 2
+    kept_now = [json.loads(file.read_text())["tuned"] for file in (cache_folder() / "tuning").iterdir()]
+    assert kept in {tuned["setting"]["num_workers"] for tuned in kept_now}
+    if len(steps_ms) > 1:
+        compares, goes = own_lines(caplog)[-2:]
+        took = f"a step takes {steps_ms[0]:.3g} ms, and took 8 when this was found"
+        assert compares.endswith(f"training itself compares num_workers=1, prefetch_factor=2, {took}.")
+        assert f"{'goes back to' if kept == 3 else 'keeps'} num_workers={kept}" in goes
+
+
+def test_a_remembered_setting_that_training_has_not_compared_is_compared_now(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first fit ends before its comparison does."""
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    loaders = plain(batch_size=1, num_workers=1)
+    fit([AutotuneCallback(max_workers=3)], loaders, max_epochs=1)
+    tried = len(trials.settings)
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    steps_ms = iter([20.0, 10.0])
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
+    watching = Watching()
+    fit([AutotuneCallback(max_workers=3), watching], loaders, max_epochs=1)
+    assert len(trials.settings) == tried
+    assert (watching.seen[0][0], watching.seen[0][-1]) == (3, 1)
+    assert "this was not seen in training yet" in own_lines(caplog)[-2]
+
+
+def test_steps_without_a_time_are_not_compared(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is far behind, times of steps come later. Until then training goes on with what it has."""
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "MEASURED_STEPS", MEASURED - 20)
+    loaders = plain(batch_size=1, num_workers=1)
+    for times_ms in ([10.0, None, 8.0], [None, 20.0, None, 10.0]):
+        left_ms = iter(times_ms)
+        monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run, left_ms=left_ms: next(left_ms))
+        watching = Watching()
+        fit([AutotuneCallback(max_workers=3), watching], loaders, max_epochs=2)
+        assert list(left_ms) == []
+    assert (watching.seen[0][0], watching.last[0]) == (3, 1)
+
+
+def test_what_training_compared_beside_busy_programs_is_not_remembered(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_tuning, "CpuShare", lambda: QuietMachine(30.0))
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    steps_ms = iter([10.0, 30.0])
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
+    watching = Watching()
+    fit([AutotuneCallback(max_workers=3), watching], plain(batch_size=1, num_workers=1), max_epochs=2)
+    assert watching.last == [1] * 2
+    (kept,) = (cache_folder() / "tuning").iterdir()
+    tuned = json.loads(kept.read_text())["tuned"]
+    assert (tuned["setting"]["num_workers"], tuned["trained_ms"]) == (3, None)  # that of the trials, to be compared
+
+
+def test_a_fit_does_not_begin_with_the_result_of_the_command(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trials have no batches in place, and the fits that prove it are not this one."""
+    monkeypatch.setattr(tune_command, "REPLAY_STEPS", 30)
+    monkeypatch.setattr(tune_command, "prove", lambda *_, **__: None)
+    monkeypatch.setattr(tune_command, "CpuShare", QuietMachine)
+    monkeypatch.setattr(goal_file, "read_machine", read_machine)  # the command reads this machine, too
+    loaders = plain(num_workers=1)
+    found = tune_command.tune(loaders()["train_dataloaders"], model=Recording(), trainer=quiet_trainer([]))
+    assert found.setting.num_workers == 3
+    report = GPUStarvationCallback(report=False)
+    fit([report], loaders)
+    assert report.report().measurements.facts.trainer.tuned == "by the command"
+    tried = len(trials.settings)
+    fit([AutotuneCallback(max_workers=3)], loaders, max_epochs=2)
+    assert len(trials.settings) > tried
 
 
 def test_a_fit_that_ends_within_a_minute_gets_a_sentence_instead_of_trials(

@@ -12,12 +12,14 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from trial_steps import QuietMachine
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.starvation_loggers import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
 from lightning_feed.diagnosing import tune as tuning
+from lightning_feed.diagnosing.proof import Proof
 from lightning_feed.diagnosing.tune import tune, tuned_document, tuned_text, ways_to_apply
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.settings import Setting
@@ -67,11 +69,12 @@ class Tunes:
 
     def __init__(self) -> None:
         self.goals: list[Any] = []
-        self.options: dict[str, Any] = {}
+        self.proof: Proof | None = None
+        self.others_pct = 0.0
+        self.whole = True
 
     def __call__(self, loader: Any, goal: Any, **options: Any) -> Tuned:
         self.goals.append(goal)
-        self.options = options
         for trial in TRIALS:
             options["on_trial"](trial)
         return Tuned(
@@ -82,6 +85,7 @@ class Tunes:
             work=goal.work,
             batch_size=loader.batch_size,
             seconds=7.0,
+            whole=self.whole,
         )
 
 
@@ -90,6 +94,8 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     made = Tunes()
     monkeypatch.setattr(tuning, "tune_loader", made)
     monkeypatch.setattr(tuning, "REPLAY_STEPS", 30)
+    monkeypatch.setattr(tuning, "prove", lambda session, tuned, seconds: made.proof)
+    monkeypatch.setattr(tuning, "CpuShare", lambda: QuietMachine(made.others_pct))
     return made
 
 
@@ -102,7 +108,6 @@ def test_tuning_a_data_module_without_a_model_leaves_it_unchanged(tunes: Tunes) 
     assert found.setting == FOUND
     goal = tunes.goals[0]
     assert (goal.work, goal.budget_s, goal.local_ranks) == (TrainingWork(), 12, 1)
-    assert tunes.options["fresh"] is True
     assert data.trainer is None
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
@@ -120,6 +125,39 @@ def test_tune_measures_the_real_model_and_leaves_it_unchanged(tunes: Tunes) -> N
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("proof", "disturbed", "remembered"),
+    [
+        (None, {}, FOUND),
+        (Proof(setting=FOUND, own_ms=20.0, chosen_ms=10.0), {}, FOUND),
+        (Proof(setting=FOUND, own_ms=20.0, chosen_ms=30.0), {}, OWN),
+        (None, {"others_pct": 30.0}, None),
+        (Proof(setting=FOUND, own_ms=20.0, chosen_ms=10.0), {"others_pct": 30.0}, None),
+        (Proof(setting=FOUND, own_ms=20.0, chosen_ms=10.0), {"whole": False}, None),
+    ],
+)
+def test_results_are_remembered_unless_trials_or_their_proof_were_disturbed(
+    proof: Proof | None, disturbed: dict[str, Any], remembered: Setting | None, tunes: Tunes
+) -> None:
+    vars(tunes).update(disturbed, proof=proof)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False
+    )  # fmt: skip
+    first = tune(Data(), model=BoringModel(), trainer=trainer)
+    assert first.others_pct == tunes.others_pct
+    again = tune(Data(), model=BoringModel(), trainer=trainer)
+    assert again.remembered is (remembered is not None)
+    assert remembered in (None, again.setting)
+    assert len(tunes.goals) == (1 if remembered else 2)
+    assert not tune(Data(), model=BoringModel(), trainer=trainer, fresh=True).remembered
+
+
+def test_the_result_for_other_threads_of_torch_does_not_count(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(DataLoader(Rows(), batch_size=4))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert not tune(DataLoader(Rows(), batch_size=4)).remembered
 
 
 def test_tune_accepts_a_loader_with_or_without_a_model(tunes: Tunes) -> None:
@@ -196,7 +234,10 @@ def test_tuning_text_shows_trials_choice_and_code_to_paste() -> None:
     ]
     assert "20 ms a step  <- chosen" in tuned_text(found(work=TrainingWork(step_s=0.01)))
     assert "50.0 batches/s" in tuned_text(found(batch_size=None))
-    assert "found by an earlier run" in tuned_text(found(remembered=True))
+    assert "found by an earlier run (3 settings tried, 7 s); --fresh tries again" in tuned_text(found(remembered=True))
+    assert "Other programs took 30 % of the CPUs meanwhile, so this is not remembered" in tuned_text(
+        found(others_pct=30.0)
+    )
     assert "Your loader has this setting already" in tuned_text(found(setting=OWN))
 
 
@@ -290,9 +331,11 @@ def test_tune_command_prints_text_or_json(
     assert run_command() == 0
     assert (tunes.goals[0].work, tunes.goals[0].budget_s) == (TrainingWork(), 30)
     assert "test_tune_door.py:" in capsys.readouterr().out
+    assert run_command("--json") == 0
+    assert json.loads(capsys.readouterr().out)["remembered"] is True
     assert run_command("--json", "--fresh") == 0
-    assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
-    assert tunes.options["fresh"] is True
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["remembered"]) == ("lightning_feed.tuning/1", False)
 
 
 def test_tune_command_refuses_invalid_options(

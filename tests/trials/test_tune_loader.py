@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from trial_steps import QuietMachine
 from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import LoaderError, SettingsError
@@ -55,8 +56,7 @@ class Trials:
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs of the machine that runs the tests do not matter."""
-    monkeypatch.setattr(door, "is_busy", lambda *_: False)
+    monkeypatch.setattr(door, "CpuShare", QuietMachine)
 
 
 @pytest.fixture
@@ -134,18 +134,6 @@ def test_timeout_for_hangs_is_shorter_once_the_speed_is_known(trials: Trials) ->
     assert max(patience[1:]) < 10.0
 
 
-def test_stored_result_is_reused_unless_fresh_is_set(trials: Trials, tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    first = tune(trials, store=store)
-    assert not first.remembered
-    ran = len(trials.ranks)
-    again = tune(trials, store=store)
-    assert again == replace(first, remembered=True)
-    assert len(trials.ranks) == ran
-    tune(trials, store=store, fresh=True)
-    assert len(trials.ranks) > ran
-
-
 def test_local_ranks_share_the_cpus_of_the_machine(trials: Trials) -> None:
     tune(trials, goal=Goal(local_ranks=4))
     assert set(trials.ranks) == {4}
@@ -198,15 +186,14 @@ def test_invalid_budgets_are_refused(budget_s: Any) -> None:
         Goal(budget_s=budget_s)
 
 
-def test_tuning_a_real_loader_without_work_chooses_zero_workers(tmp_path: Path) -> None:
+def test_tuning_a_real_loader_without_work_chooses_zero_workers() -> None:
     torch.manual_seed(1)
     loader = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4, shuffle=True)
     before = torch.get_rng_state()
-    tuned = tune_loader(loader, Goal(budget_s=4.0, most_workers=1), store=Store(tmp_path))
+    tuned = tune_loader(loader, Goal(budget_s=4.0, most_workers=1))
     assert tuned.setting.num_workers == 0  # nothing to load: processes only cost
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.multiprocessing.active_children() == []
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 # --- results remembered ----------------------------------------------------------------------------------------------
@@ -349,17 +336,25 @@ def test_a_refusal_leaves_the_number_of_workers_and_tries_only_batches_in_place(
     assert "sample 17 depends on what was read before it (dataset.rng)" in tuned.reason
 
 
-@pytest.mark.parametrize("why", ["time", "other programs"])
-def test_a_search_that_was_cut_short_or_disturbed_is_not_stored(
-    why: str, trials: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["nothing", "time", "other programs", "turns that disagree"])
+def test_a_search_that_was_cut_short_or_disturbed_is_not_whole(
+    why: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "is_busy", lambda *_: why == "other programs")
-    store = Store(tmp_path)
-    budget_s = 2.0 if why == "time" else 1000.0
-    assert not tune(trials, goal=Goal(budget_s=budget_s), store=store).whole
-    ran = len(trials.ranks)
-    assert not tune(trials, goal=Goal(budget_s=budget_s), store=store).remembered
-    assert len(trials.ranks) > ran
+    """Only a whole result is remembered."""
+    if why == "other programs":
+        monkeypatch.setattr(door, "CpuShare", lambda: QuietMachine(30.0))
+    if why == "turns that disagree":
+        times_s = {0: [0.10, 0.08, 0.08], 1: [0.07, 0.09, 0.07], 2: [0.30]}
+        monkeypatch.setattr(
+            trials.machine,
+            "run",
+            lambda setting: Trial(setting=setting, steps_s=(times_s[setting.num_workers].pop(0),)),
+        )
+    machine = replace(MACHINE, usable_cpus=1)
+    tuned = tune(trials, goal=Goal(budget_s=2.0 if why == "time" else 1000.0, most_workers=2), machine=machine)
+    assert tuned.whole is (why == "nothing")
+    assert tuned.inconclusive is (why == "turns that disagree")
+    assert tuned.others_pct == (30.0 if why == "other programs" else 0.0)
 
 
 def test_the_rehearsal_counts_as_time_of_the_search(trials: Trials) -> None:
