@@ -122,8 +122,8 @@ def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> T
 def tuned_by(trainer: AnyTrainer) -> Searched | None:
     """Return the search that has decided the number of workers of this fit, in this run or an earlier one."""
     autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
-    if autotune:
-        return "in a fit" if autotune[0].decided else None
+    if autotune and autotune[0].decided:
+        return "in a fit"
     from lightning_feed.in_fit.goal import searched  # what only some runs need
 
     return searched(trainer, _host.train_loaders(trainer))

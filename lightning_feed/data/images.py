@@ -176,8 +176,14 @@ class FeedImageFolder(FeedDataModule):
             decoder=None if decoder is None else decoder.name,
             quality=self.quality,
             backend=self._images_run.backend_name,
+            normalizes=self._images_normalize,
             own_transforms=any(name != "on_device" for name in self._images_only_torch()),
         )
+
+    @property
+    def _images_normalize(self) -> bool:
+        """False for a user's device_transform, which sees the same batches with every backend."""
+        return type(self).device_transform is FeedImageFolder.device_transform
 
     @property
     def backend_choice(self) -> BackendChoice | None:
@@ -211,12 +217,10 @@ class FeedImageFolder(FeedDataModule):
             return self._images_dali_decoder(split, images, device, options)
         if trainer is not None and device.type in limits.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
-        # A user's device_transform sees the same batches with every backend.
-        is_own = type(self).device_transform is not FeedImageFolder.device_transform
         return NvJpegDecoder(
             images,
             device,
-            None if is_own else partial(normalization_of, self.mean, self.std, self.dtype, device),
+            partial(normalization_of, self.mean, self.std, self.dtype, device) if self._images_normalize else None,
             cast("CpuShare", images.cpu_part),
             fixed_share(options),
         )

@@ -133,6 +133,8 @@ class DataModuleFacts:
     """True if the FastDataModule reads from a staged copy."""
     device_transform: bool | None = None
     """True if the FastDataModule transforms batches on the device."""
+    normalizes: bool | None = None
+    """True if this is the normalisation of an ImageFolderDataModule, which its user has not written."""
     decoder: str | None = None
     """``decoder`` of an ImageFolderDataModule."""
     quality: str | None = None

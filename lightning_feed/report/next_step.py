@@ -57,6 +57,7 @@ _WITHOUT_NOTE: dict[str, str] = {
     "checkpoints": "save less often: `ModelCheckpoint(every_n_train_steps=...)`",
 }
 """Bottleneck -> the next step if the verdict has no note on this bottleneck."""
+_NORMALISED = "nothing: on a CPU, ImageFolderDataModule normalises images in the training process"
 
 
 def _adviser(diagnosis: Diagnosis, run: RunIdentity | None, arguments: str) -> "_Adviser":
@@ -168,6 +169,8 @@ class _Adviser:
             return _Step(self._in_place() or _fix(diagnosis.remedies[0]))
         if self._rest_may_limit():
             return _Step(self._measure_the_rest())
+        if diagnosis.cause == "transfer hooks" and self.facts.datamodule.normalizes:
+            return self._first_note(_NORMALISED)
         if diagnosis.bottleneck == "data":
             return self._for_data()
         if diagnosis.bottleneck == "compute":

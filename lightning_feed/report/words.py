@@ -327,6 +327,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
         f"the host waits for the device in each step: {values.word('sync', _SYNCS)}"
     ),
     "nothing to copy": _nothing_to_copy,
+    "normalised here": "nothing is copied on the CPU: ImageFolderDataModule normalises the images here",
     "pageable": "batches are in pageable memory",
     "not locked": "batches are in place, but the driver has not locked their memory",
     "pinning failed": (

@@ -315,6 +315,8 @@ def _beside_the_copy(measured: Measurements) -> Reason | None:
     datamodule = measured.facts.datamodule
     if measured.facts.device_type == "cpu":
         hooks = "device_transform" if datamodule.device_transform else ""
+        if datamodule.normalizes:
+            return Reason("transfer hooks", [Note.of("normalised here")])
         return Reason("transfer hooks", [Note.of("nothing to copy", hooks=hooks)])
     return None
 

@@ -71,8 +71,8 @@ NoteKind = Literal[
     "no faster from memory", "read from storage", "mapped reads", "storage unknown", "storage pressure",
     "not storage", "sample cost", "ceiling reached", "device decodes", "workers", "takes turns", "making a batch",
     # the other parts of a step
-    "slow hook", "waits for the device", "nothing to copy", "pageable", "not locked", "pinning failed",
-    "small tensors", "compute stream", "slow link", "pinning unknown", "model alone", "device idle", "launching",
+    "slow hook", "waits for the device", "nothing to copy", "normalised here", "pageable", "not locked",
+    "pinning failed", "small tensors", "compute stream", "slow link", "pinning unknown", "model alone", "device idle", "launching",
     "thread idle", "not the model",
     # things to try, and to know
     "left out of the fit", "epoch cut short", "short steps", "search ran out of time", "no workers allowed",

@@ -251,6 +251,8 @@ def _slow_hook(judged: JudgedRun, hook: HookTime) -> Note:
 def _copy(judged: JudgedRun, remedies: tuple[Remedy, ...]) -> Notes:
     cause = judged.causes["copy"]
     if judged.facts.device_type == "cpu":
+        if judged.facts.datamodule.normalizes:
+            return []
         hooks = "device_transform" if judged.facts.datamodule.device_transform else ""
         return [Note.of("move hooks", hooks=hooks)]
     if cause == "unpinned" and not _come_in_place(remedies):

@@ -52,6 +52,19 @@ def test_worker_processes_are_the_default(backend: Any, class_folders: Path) -> 
     assert birds._feed.loaders.settings == given
 
 
+class Cropped(ImageFolderDataModule):
+    def device_transform(self, batch: Any, split: str) -> Any:
+        return super().device_transform(batch, split)
+
+
+@pytest.mark.parametrize(("kind", "normalizes"), [(ImageFolderDataModule, True), (Cropped, False)])
+def test_a_device_transform_of_the_user_is_told_from_our_own(
+    kind: type[ImageFolderDataModule], normalizes: bool, class_folders: Path
+) -> None:
+    facts = kind(class_folders, 4, image_size=32, backend="torch")._feed_facts()
+    assert (facts.device_transform, facts.normalizes) == (True, normalizes)
+
+
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 

@@ -162,6 +162,10 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
             _found(bottleneck="framework", cause="hooks", notes=(A_NOTE,)),
             SAID,
         ),
+        (
+            _found(bottleneck="copy", cause="transfer hooks", facts=sample_facts(**ON_CPU, normalizes=True)),
+            "nothing: on a CPU, ImageFolderDataModule normalises images in the training process",
+        ),
         (_found(bottleneck="checkpoints"), "save less often: `ModelCheckpoint(every_n_train_steps=...)`"),
     ],
 )

@@ -112,6 +112,13 @@ def test_every_part_over_its_limit_gets_evidence_and_parts_of_the_step_get_notes
     assert {"profile hooks", "move hooks"} <= set(kinds(diagnosis.notes))
 
 
+def test_a_normalisation_that_the_user_has_not_written_is_not_to_be_moved() -> None:
+    facts = loop_facts(device_type="cpu", num_workers=1, device_transform=True, normalizes=True)
+    diagnosis = _diagnose(facts, copy=40, compute=60)
+    assert (diagnosis.bottleneck, diagnosis.cause, diagnosis.notes) == ("copy", "transfer hooks", ())
+    assert Note.of("normalised here") in diagnosis.evidence
+
+
 def test_evidence_names_a_slow_epoch_start() -> None:
     assert Note.of("slow epoch start", s=2.0) in _diagnose(epoch_start_s=2.0).evidence
 
