@@ -172,6 +172,11 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
         usual[:] = filters[1:]  # with what the user has added meanwhile
         if warnings.filters is filters:
             warnings.filters = usual
+            return
+        # The user is within a `catch_warnings`, which will put `filters` back.
+        for each in (filters, warnings.filters):
+            if isinstance(each, _Filters):
+                each.leave()
 
     return undo
 
@@ -183,15 +188,22 @@ class _Filters(list[Any]):
     of torch.
     """
 
+    is_ours = True
+    """True as long as the first entry is ours."""
+
+    def leave(self) -> None:
+        """Take our entry out, after which this is a list as any other."""
+        if self.is_ours:
+            self.is_ours = False
+            del self[0]
+
     def insert(self, index: SupportsIndex, entry: Any) -> None:
-        """Insert an entry behind the first, as functions of ``warnings`` do."""
-        super().insert(int(index) + 1, entry)
+        """Insert an entry as functions of ``warnings`` do, but behind ours."""
+        super().insert(int(index) + self.is_ours, entry)
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        if isinstance(key, slice):
-            return _Filters(found)
-        return found
+        return _Filters(found) if isinstance(key, slice) and self.is_ours else found
 
 
 class _Pattern:

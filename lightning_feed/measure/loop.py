@@ -136,8 +136,6 @@ class MeasuredLoop:
             self._settled = True
             self.cpu.settle(self.meter.finished)
             self.loaders.settle()
-        if self._waits is not None:
-            self._sample_waits(self._waits)
         return len(self.ledger.fresh) >= UNFOLDED_STEPS
 
     def _sample_waits(self, waits: "WaitFinder") -> None:
@@ -147,7 +145,13 @@ class MeasuredLoop:
             waits.begin()
 
     def fetch_began(self) -> None:
-        """Note that the loop requests a batch from the loaders."""
+        """Note that the loop requests a batch from the loaders.
+
+        A sample of waits begins and ends here: in a hook, a callback of the user may be within a
+        ``warnings.catch_warnings``, which ends before the sample does.
+        """
+        if self._waits is not None:
+            self._sample_waits(self._waits)
         self.loaders.fetch_began()  # before the clock of the fetch starts
         self.cpu.fetch_began()
         self.meter.fetch_began()

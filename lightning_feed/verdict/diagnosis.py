@@ -72,8 +72,8 @@ NoteKind = Literal[
     "not storage", "sample cost", "ceiling reached", "device decodes", "workers", "takes turns", "making a batch",
     # the other parts of a step
     "slow hook", "waits for the device", "nothing to copy", "normalised here", "pageable", "not locked",
-    "pinning failed", "small tensors", "compute stream", "slow link", "pinning unknown", "model alone", "device idle", "launching",
-    "thread idle", "not the model",
+    "pinning failed", "small tensors", "compute stream", "slow link", "pinning unknown", "model alone",
+    "device idle", "launching", "thread idle", "not the model",
     # things to try, and to know
     "left out of the fit", "epoch cut short", "short steps", "search ran out of time", "no workers allowed",
     "may repeat samples", "diagnose", "diagnose whole images", "diagnose cold reads", "in memory", "DALI decodes",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from simulated.device import DEVICE, SimulatedDevice, simulated
 from simulated.training import Model, SimulatedLoader, evaluate, fit
 from torch import Tensor
@@ -218,6 +219,49 @@ def test_a_filter_of_the_user_within_a_step_does_not_meet_the_warnings_of_torch(
     [wait] = waits_of(Filters)
     assert (wait.code, wait.steps) == ("loss.item()", SAMPLED)
     assert shown == []
+
+
+class Quiet(Callback):
+    """Is within a ``catch_warnings`` from the start of each step to its end."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.context = warnings.catch_warnings()
+        self.context.__enter__()
+        warnings.filterwarnings("ignore", message="of the user")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_a_context_that_a_callback_holds_over_each_step_hides_no_waits_and_shows_no_warnings(position: str) -> None:
+    starvation = GPUStarvationCallback(report=False)
+    callbacks = [Quiet(), starvation] if position == "first" else [starvation, Quiet()]
+    entries = list(warnings.filters)
+    assert shown_warnings(*callbacks) == []
+    assert list(warnings.filters) == entries
+    waits = starvation.report().measurements.facts.waits
+    assert waits is not None
+    assert [(wait.code, wait.steps) for wait in waits] == [("self.kept = loss.item()", SAMPLED)]
+
+
+def test_a_sample_that_is_dropped_within_a_context_of_the_user_leaves_nothing_behind() -> None:
+    backend = SimulatedDevice()
+    with simulated(backend):
+        before = warnings.filters
+        entries = list(before)
+        finder = device_waits.WaitFinder(DEVICE.type)
+        finder.begin()
+        assert list(warnings.filters) != entries
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)
+            finder.drop()
+            assert list(warnings.filters)[1:] == entries
+        assert list(warnings.filters) == entries
+        warnings.filterwarnings("ignore", message="added later")
+        assert warnings.filters[0][1].pattern == "added later"
+        warnings.filters.pop(0)  # type: ignore[attr-defined]
+        warnings.filters = before
 
 
 def test_a_filter_that_the_user_adds_within_a_sampled_step_stays() -> None:
