@@ -10,11 +10,25 @@ TESTS = Path(__file__).parent
 FILES = {path.relative_to(TESTS).as_posix(): path for path in TESTS.rglob("test_*.py") if "zoo" not in path.parts}
 
 
+LEAST_WORDS = 4
+"""Of the reason why a test has no twin."""
+
+
 def functions(file: str) -> Iterator[ast.FunctionDef]:
-    """The tests of a file."""
-    for node in ast.parse(FILES[file].read_text()).body:
+    """The tests of a file, with those in classes."""
+    return functions_in(ast.parse(FILES[file].read_text()).body)
+
+
+def functions_in(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            yield from functions_in(node.body)
+
+
+def is_reason(text: object) -> bool:
+    return len(str(text).split()) >= LEAST_WORDS
 
 
 def arguments(function: ast.FunctionDef, mark: str) -> dict[str, object] | None:
@@ -52,7 +66,7 @@ def test_every_test_on_a_gpu_has_a_twin_or_a_reason() -> None:
     wrong = {}
     for file, function in on_a_gpu():
         given = arguments(function, "gpu") or {}
-        if [*given] not in (["twin"], ["no_twin"]) or not all(given.values()):
+        if [*given] not in (["twin"], ["no_twin"]) or not is_reason(given.get("no_twin", "a twin is its reason")):
             wrong[f"{file}::{function.name}"] = "give @pytest.mark.gpu either twin= or no_twin="
         elif "twin" in given and (reason := reason_against(given["twin"])):
             wrong[f"{file}::{function.name}"] = f"{given['twin']}: {reason}"
@@ -66,6 +80,13 @@ def test_the_mark_is_given_to_single_tests_only() -> None:
     for file in marked:
         uses = FILES[file].read_text().count("pytest.mark.gpu")
         assert uses == sum(arguments(function, "gpu") is not None for function in functions(file)), file
+
+
+def test_tests_in_classes_count_and_a_word_is_no_reason() -> None:
+    source = "class TestA:\n    class TestB:\n        def test_c(self): 0\n    def helper(self): 0\ndef test_d(): 0\n"
+    assert [function.name for function in functions_in(ast.parse(source).body)] == ["test_c", "test_d"]
+    assert not is_reason("")
+    assert not is_reason("impossible")
 
 
 @pytest.mark.parametrize(

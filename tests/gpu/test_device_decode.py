@@ -193,7 +193,7 @@ def test_decoding_passes_the_sync_debug_mode_of_torch() -> None:
     assert images.is_cuda
 
 
-@pytest.mark.gpu(no_twin="memory of a kernel")
+@pytest.mark.gpu(no_twin="memory that a kernel takes is the driver's")
 def test_resizing_takes_no_memory_but_for_a_table() -> None:
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
     crops = dict.fromkeys(wholes, RECIPES[1].spec(3000, 4000))
@@ -289,7 +289,7 @@ def test_a_fit_with_a_fixed_share_of_the_workers_can_be_repeated_to_the_bit(phot
         )
 
 
-@pytest.mark.gpu(no_twin="which library is installed")
+@pytest.mark.gpu(no_twin="both decoders are those of the device")
 def test_torchcodec_and_torchvision_decode_alike() -> None:
     pytest.importorskip("torchcodec")
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in large_jpegs(4)]

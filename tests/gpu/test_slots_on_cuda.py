@@ -67,7 +67,7 @@ def copied(stream: Any) -> int:
     return wrong
 
 
-@pytest.mark.gpu(twin="simulated/test_every_setting.py::test_a_value_of_a_setting_reaches_the_device")
+@pytest.mark.gpu(twin="load/test_slots_faults.py::test_slot_batches_are_locked_by_registering_and_not_by_a_pin_thread")
 def test_slot_batches_are_pinned_by_registering_and_not_by_a_pin_thread() -> None:
     passed = iter(loader())
     memory = memory_of(passed.source)
@@ -104,7 +104,7 @@ def test_batches_change_during_their_copy_if_a_slot_is_freed_too_early(monkeypat
     assert copied(torch.cuda.current_stream()) > 0
 
 
-@pytest.mark.gpu(twin="load/test_slots.py::test_failed_registration_is_logged_and_leaves_the_slot_usable")
+@pytest.mark.gpu(twin="load/test_slots_faults.py::test_pinning_thread_is_kept_where_memory_cannot_be_registered")
 def test_batches_are_pinned_by_torch_if_the_driver_refuses_to_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_loaders, "can_register", lambda: False)
     passed = iter(loader())

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from torch.utils.data._utils import worker
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.load import slot_loaders, slots
+from lightning_feed.load import copy_fence, slot_loaders, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.slots import SlotMemory
@@ -524,6 +524,17 @@ class Backend:
     def is_current_stream_capturing(self):
         return False
 
+    class Event:
+        """Has always passed."""
+
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return True
+
+        synchronize = query
+
 
 def test_refused_registration_is_logged_once_and_not_retried(runtime, caplog):
     runtime.allowed_bytes = 8192
@@ -536,6 +547,51 @@ def test_refused_registration_is_logged_once_and_not_retried(runtime, caplog):
     assert caplog.text.count("could not be registered") == 1
     assert len(runtime.asked) == 2  # the first of the large ones, and the small one
     assert runtime.cleared == [True]
+
+
+class WillingRuntime:
+    """The CUDA runtime of a process that may lock all memory. Knows which is locked."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+    def holds(self, tensor):
+        """True if all bytes of a tensor are in one locked range, which a copy to the device must not leave."""
+        first = tensor.data_ptr()
+        return any(start <= first and first + tensor.nbytes <= start + size for start, size in self.locked.items())
+
+
+@pytest.mark.parametrize("made_by", ["torch", "us"])
+def test_slot_batches_are_locked_by_registering_and_not_by_a_pin_thread(made_by, monkeypatch):
+    runtime = WillingRuntime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    for module in (torch.cuda, torch.accelerator):  # else torch never pins
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(copy_fence, "CopyFence", lambda: CopyFence(Backend()))
+    options = {"batch_size": 2, "num_workers": 1, "pin_memory": True}
+    data = torch.arange(64.0).repeat(5000, 1).T.contiguous()
+    if made_by == "us":
+        loader = FeedLoader(data, **options)
+    else:
+        loader = torch.utils.data.DataLoader(data, **options)
+        loader.__class__ = slot_loaders.in_slots(type(loader))
+    batches = iter(loader)
+    source = getattr(batches, "source", batches)
+    assert memory_of(source).registers
+    assert not source._pin_memory
+    for number, batch in enumerate(batches):
+        assert batch[0, 0] == 2 * number
+        assert runtime.holds(batch)
+        assert not runtime.holds(batch.clone())
 
 
 def test_pending_cuda_error_is_cleared_after_a_refused_call(monkeypatch):

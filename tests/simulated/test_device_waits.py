@@ -1,6 +1,7 @@
 """Lines at which the host waits for the device: found in a few steps, and nothing of the user's is changed."""
 
 import inspect
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,31 @@ def test_waits_of_a_validation_are_found() -> None:
     evaluate(device, "validate", Validates(device), SimulatedLoader(device, STEPS), starvation)
     [wait] = starvation.report("validate").measurements.facts.waits or ()
     assert wait.code == "self.net.weight.sum().item()"
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None")
+def test_a_training_step_is_not_charged_with_the_waits_of_the_validation_that_follows_it() -> None:
+    class Validates(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.net.weight.sum().item()
+
+    device = SimulatedDevice()
+    starvation = GPUStarvationCallback(report=False)
+    val = SimulatedLoader(device, 2)
+    fit(device, Validates(device), SimulatedLoader(device, 60), starvation, val=val, val_check_interval=3)
+    assert starvation.report().measurements.facts.waits == ()
+
+
+def test_waits_of_other_threads_are_not_those_of_training() -> None:
+    class ReadsElsewhere(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            thread = threading.Thread(target=self.sim.synchronize)
+            thread.start()
+            thread.join()
+            return loss
+
+    assert waits_of(ReadsElsewhere) == ()
 
 
 def test_the_waiting_line_of_a_loop_without_a_trainer_is_found() -> None:

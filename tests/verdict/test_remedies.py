@@ -906,6 +906,11 @@ PINNING = READY | {"handover_pct": 0.0, "pin_lag_ms": 38.0}
         ({"loaders": READY, "copy": 20.0, **CUDA, "pin_memory": False}, WRAP, 60.0),
         ({"data": 0.0, "copy": 20.0, **CUDA}, WRAP, 20.0),
         ({"loaders": BUSY, "copy": 20.0, **CUDA, "pin_memory": False}, WRAP, 20.0),  # making batches is another matter
+        (
+            {"loaders": BUSY, "copy": 20.0, **CUDA, "pin_memory": False, "experiments": {"tried": FASTER}},
+            WRAP,
+            20.0,
+        ),  # beside more workers, which would pin otherwise
         ({"loaders": READY, "map_style": False}, WRAP, 40.0),  # a stream
         ({"loaders": READY, "map_style": False, "tuned": "in a fit"}, WRAP, 40.0),
         ({"loaders": READY, "loader_code": replace(OWN_DATA, datamodule="")}, "AutotuneCallback()", 40.0),
