@@ -20,6 +20,7 @@ from lightning_feed.images.decoders import Decoder, Pixels, Region
 from lightning_feed.images.header import Encoded, clear_orientation
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
+from lightning_feed.load.slot_batches import new_bytes
 from lightning_feed.load.stage import traced
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.wording import printable
@@ -349,11 +350,13 @@ class EncodedBatch:
 
 
 def collate_encoded(samples: list[Any]) -> EncodedBatch:
-    """Make a batch from samples."""
+    """Make a batch from samples. In a worker process, files and crops are put straight into the slot of the batch."""
     images: list[EncodedSample] = fill_skipped(samples)
     flat = [np.frombuffer(image.data, np.uint8) for image in images]
     offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
-    files = np.concatenate(flat)
+    in_slot = new_bytes(int(offsets[-1]))
+    files = in_slot.numpy()
+    np.concatenate(flat, out=files)
     for start, end in pairwise(offsets.tolist()):
         clear_orientation(files[start:end])
     rows = [
@@ -363,11 +366,11 @@ def collate_encoded(samples: list[Any]) -> EncodedBatch:
     plan = torch.tensor(rows, device="cpu")
     made = {position: image.pixels for position, image in enumerate(images) if image.pixels is not None}
     _, _, height, width = images[0].crop.window
-    pixels = torch.empty((len(made), height, width, 3), dtype=torch.uint8, device="cpu")
+    pixels = new_bytes(len(made) * height * width * 3).view(len(made), height, width, 3)
     for row, crop in zip(pixels, made.values(), strict=True):
         row.copy_(crop.permute(1, 2, 0))
     return EncodedBatch(
-        files=torch.from_numpy(files),
+        files=in_slot,
         offsets=offsets,
         plan=plan,
         labels=plan[:, LABEL].clone(),

@@ -223,8 +223,26 @@ class _Pickler(ForkingPickler):
         return NotImplemented
 
 
+_filled: "_SlotWriter | None" = None
+"""The writer of the slot that this worker process is filling; None if it is not collating."""
+
+
+def new_bytes(count: int) -> Tensor:
+    """Make a tensor of bytes for a part of a batch: in the slot that this worker process is filling, if it is.
+
+    Args:
+        count: number of bytes.
+
+    Returns:
+        uint8, shape (count,), not initialised.
+    """
+    allocated = _filled.allocate(count) if _filled is not None and count else None
+    return torch.empty(count, dtype=torch.uint8, device="cpu") if allocated is None else allocated
+
+
 class _StackInto:
-    """Makes torch's ``default_collate`` stack tensors into a slot, even if a user's collate function calls it.
+    """Makes torch's ``default_collate`` stack tensors into a slot, even if a user's collate function calls it, and
+    :func:`new_bytes` take its memory there.
 
     Uses torch's table of collate functions, ``default_collate_fn_map``, in the worker process.
     """
@@ -233,11 +251,15 @@ class _StackInto:
         self._slot = slot
 
     def __enter__(self) -> None:
+        global _filled  # a worker process fills one slot at a time
+        _filled = self._slot
         self._before = torch_collate.default_collate_fn_map[Tensor]
         if self._before is torch_collate.collate_tensor_fn:  # not replaced by the user
             torch_collate.default_collate_fn_map[Tensor] = partial(_stack_into, self._slot)
 
     def __exit__(self, *_: object) -> None:
+        global _filled
+        _filled = None
         torch_collate.default_collate_fn_map[Tensor] = self._before
 
 

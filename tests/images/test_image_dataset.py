@@ -3,13 +3,14 @@
 import logging
 import pickle
 import struct
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from images.made_images import BROKEN, encoded
-from made_samples import batch_of, dataset, jpegs, photo
+from made_samples import batch_of, dataset, jpegs, noise, photo
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,6 +26,8 @@ from lightning_feed.images.image_dataset import (
     collate_encoded,
     collate_images,
 )
+from lightning_feed.load import slot_batches
+from lightning_feed.load.slots import SlotMemory
 
 RECIPES = [TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)]
 CUT_SHORT = BROKEN["JPEG cut in the middle"]
@@ -106,6 +109,40 @@ def test_worker_processes_hand_over_whole_encoded_batches(start_method: str) -> 
     expected = torch_batch(made=dataset(jpegs(6), EvalRecipe(size=32, short_side=37), encoded=False))
     decoded = [torch.cat(parts) for parts in zip(*(decode_on_cpu(batch, made) for batch in batches), strict=True)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(decoded, expected, strict=True))
+
+
+def test_files_and_crops_are_written_straight_into_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is small is made elsewhere, and copied."""
+    window = Region(0, 0, 32, 40)
+    crop = CropSpec(region=Region(0, 0, 64, 64), resized=(64, 64), window=window, flipped=False)
+    rows = {1: noise(32, 40).permute(1, 2, 0).contiguous().permute(2, 0, 1)}
+    files = jpegs(3)
+    images = [
+        EncodedSample(
+            data=b"" if index in rows else data, size=(64, 64), crop=crop, label=7, index=index, pixels=rows.get(index)
+        )
+        for index, data in enumerate(files)
+    ]
+    copied: list[int] = []
+    writer = slot_batches._SlotWriter
+    place = writer._place_storage
+
+    def noting(self: Any, storage: torch.UntypedStorage) -> Any:
+        if storage._cdata not in self._storages:
+            copied.append(storage.nbytes())
+        return place(self, storage)
+
+    monkeypatch.setattr(writer, "_place_storage", noting)
+    monkeypatch.setattr(slot_batches, "get_worker_info", lambda: "a worker")
+    memory = SlotMemory(2)
+    sent = pickle.loads(ForkingPickler.dumps(slot_batches.SlotCollate(collate_encoded, memory, usual=2)(images)))
+    assert sorted(copied) == [1 * 8, 3 * 8, 4 * 8, 3 * 15 * 8]
+    found = sent.images()
+    assert [bytes(image.data) for image in found] == [files[0], b"", files[2]]
+    assert torch.equal(found[1].pixels, rows[1])
+    expected = collate_encoded(images)
+    for name, part in vars(expected).items():
+        assert torch.equal(getattr(sent, name), part), name
 
 
 def test_a_pickled_dataset_keeps_its_recipe_and_decoder() -> None:
