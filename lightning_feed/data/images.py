@@ -217,6 +217,8 @@ class FeedImageFolder(FeedDataModule):
             return self._images_dali_decoder(split, images, device, options)
         if trainer is not None and device.type in limits.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
+            if self.backend != "auto":
+                backends.tell_if_on_cores(device)
         return NvJpegDecoder(
             images,
             device,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
@@ -19,7 +19,7 @@ from lightning_feed.images.dali_binding import DaliOptions, require_dali
 from lightning_feed.images.decode_ahead import NvJpegOptions
 from lightning_feed.images.device_decode import decode_batch
 from lightning_feed.images.image_dataset import EncodedSample, ImageDataset, collate_encoded, holds_pixels
-from lightning_feed.images.nvjpeg import nvjpeg, small_jpeg
+from lightning_feed.images.nvjpeg import has_engine, nvjpeg, small_jpeg
 from lightning_feed.load.child import run_in_children
 from lightning_feed.load.counts import SharedNumber
 from lightning_feed.machine import limits
@@ -146,6 +146,16 @@ def require_nvjpeg(device: torch.device) -> None:
         ) from error
 
 
+@cache
+def tell_if_on_cores(device: torch.device) -> None:
+    """Log once that nvJPEG decodes on the cores of a device, if it has no engine for JPEG."""
+    if not has_engine(device):
+        logger.info(
+            "This GPU has no engine for JPEG: nvJPEG decodes on its cores, and takes time from the model. "
+            'backend="auto" tries whether the CPUs decode faster.'
+        )
+
+
 def decoding_ms(samples: list[EncodedSample], dataset: ImageDataset, device: torch.device) -> float:
     """Wall time per sample to decode a batch of these samples on the device. A first batch does not count."""
     batch = collate_encoded(samples)
@@ -184,7 +194,8 @@ def choose_backend(dataset: ImageDataset, device: torch.device, cpus: int) -> Ba
     except FeedError as error:
         return BackendChoice("torch", f'backend="auto": {error}')
     name = "nvjpeg" if on_device > on_cpus else "torch"
-    rates = f"the device decodes {on_device:.0f} images/s, and {cpus} CPUs {on_cpus:.0f}"
+    where = "" if has_engine(device) else " on its cores, as it has no engine for JPEG"
+    rates = f"the device decodes {on_device:.0f} images/s{where}, and {cpus} CPUs {on_cpus:.0f}"
     return BackendChoice(name, f'backend="auto": {rates}, tried with {len(for_device)} images')
 
 

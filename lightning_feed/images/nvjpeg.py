@@ -154,6 +154,19 @@ def nvjpeg(device: torch.device) -> NvJpeg:
     return NvJpeg(device)
 
 
+def has_engine(device: torch.device) -> bool:
+    """Return False for a CUDA device without an engine for JPEG, on whose cores nvJPEG decodes; True if unknown.
+
+    Those with one are the A100 and A30 of Ampere, and Ada, Hopper, Blackwell and Thor (section "Hardware Acceleration"
+    of https://docs.nvidia.com/cuda/nvjpeg/, 13.2): compute capability 8.0, 8.9 and above.
+    """
+    capability_of = getattr(torch.get_device_module(device), "get_device_capability", None)
+    if capability_of is None:
+        return True
+    capability = capability_of(device)
+    return bool(capability == (8, 0) or capability >= (8, 9))
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 _CUT: Final = "the JPEG does not end with its end marker: it is cut short, or has data after it"

@@ -1,5 +1,6 @@
 """Image backends given by name: what each refuses, what goes with it, and the decoder that all ranks agree on."""
 
+import logging
 import pickle
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ CUDA = torch.device("cuda")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says that it has a GPU, with nvJPEG. Batches go to the CPU, and are decoded there."""
     monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backends, "require_nvjpeg", lambda device: None)
 
 
@@ -152,6 +154,7 @@ def _setting_up(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     birds = ImageFolderDataModule(root, batch_size=4, image_size=32, decoder="pillow", **options)
     birds.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return birds
 
 
@@ -243,6 +246,26 @@ def test_processes_of_auto_count_until_the_last_one_has_ended(monkeypatch: pytes
     tries = [backends._Try(images=100, seconds=1.0), backends._Try(images=100, seconds=2.0)]
     monkeypatch.setattr(backends, "run_in_children", lambda works, **_: tries)
     assert "2 CPUs 100," in _auto(jpegs(6), 2).reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_one"),
+    [((7, 5), False), ((8, 0), True), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
+)
+def test_a_gpu_without_an_engine_for_jpeg_is_named(
+    capability: tuple[int, int], has_one: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backends, "require_nvjpeg", lambda device: None)
+    monkeypatch.setattr(backends, "decoding_ms", lambda *_: 0.0001)
+    assert ("on its cores, as it has no engine" in _auto(jpegs(3)).reason) is not has_one
+    backends.tell_if_on_cores.cache_clear()
+    with caplog.at_level(logging.INFO, "lightning_feed"):
+        for _ in range(2):
+            backends.tell_if_on_cores(CUDA)
+    said = [record for record in caplog.records if "nvJPEG decodes on its cores" in record.getMessage()]
+    assert len(said) == (0 if has_one else 1)
+    backends.tell_if_on_cores.cache_clear()
 
 
 @pytest.mark.usefixtures("gpu")
