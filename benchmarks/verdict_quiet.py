@@ -4,7 +4,7 @@ import gc
 import os
 import time
 
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 
 QUIET_PCT = 12.0
 """Share of the CPUs used here that others may take in a fit that counts."""
@@ -24,7 +24,7 @@ class Others:
     """Counts from when it is made. Linux; elsewhere nobody else is seen."""
 
     def __init__(self) -> None:
-        self._share = CpuShare()
+        self._share = OtherPrograms()
 
     def took_pct(self) -> float:
         """Share of the CPUs that we may use which others took, 0 to 100. Our children must have ended."""

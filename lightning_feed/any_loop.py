@@ -15,7 +15,7 @@ import torch
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.machine.limits import STREAM_BACKENDS, read_machine
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 from lightning_feed.measure.facts import batches_ahead, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
@@ -175,7 +175,7 @@ class PlainRun:
         self._identity: RunIdentity | None = None
         self._loop: MeasuredLoop | None = None
         """The loop's clocks; None before the first epoch."""
-        self._cpus: CpuShare | None = None
+        self._cpus: OtherPrograms | None = None
         """Use of the CPUs by other programs; None before the first epoch, and with several ranks."""
         self._schedule = Schedule(self._seconds)
         self._reported_steps = 0
@@ -200,7 +200,7 @@ class PlainRun:
             ring = open_ring(device)
             queue = batches_ahead(loaders)
             self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
-            self._cpus = CpuShare() if facts.world_size == 1 else None
+            self._cpus = OtherPrograms() if facts.world_size == 1 else None
             self._schedule = Schedule(self._seconds)
         self._loop.cpu.go_on()
         self._loop.batch_seen = False

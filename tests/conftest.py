@@ -133,7 +133,7 @@ def _no_other_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
         return
     from lightning_feed.measure import cpu_time
 
-    monkeypatch.setattr(cpu_time.CpuShare, "others_pct", lambda *_: None)
+    monkeypatch.setattr(cpu_time.OtherPrograms, "others_pct", lambda *_: None)
     monkeypatch.setattr(cpu_time._ThreadStatistics, "read", lambda _: b"")
 
 

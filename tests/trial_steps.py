@@ -9,7 +9,7 @@ THREE_ARE_BEST = {0: 0.1, 1: 0.09, 2: 0.05, 3: 0.03}
 
 
 class QuietMachine:
-    """In the place of CpuShare: other programs of the machine that runs the tests do not matter."""
+    """In the place of OtherPrograms: other programs of the machine that runs the tests do not matter."""
 
     def __init__(self, used_pct: float = 0.0) -> None:
         self.used_pct = used_pct

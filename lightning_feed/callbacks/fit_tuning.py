@@ -30,7 +30,7 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import REGISTERING_DEVICES, Setting
 from lightning_feed.machine.limits import read_machine
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.measure.rank_store import gather
@@ -113,7 +113,7 @@ class FitTuning:
         """The rehearsal of the training loader; None until one was needed."""
         self._tuned: Tuned | None = None
         """The result in use."""
-        self._others: CpuShare | None = None
+        self._others: OtherPrograms | None = None
         """Watches other programs while training compares."""
 
     # --- an earlier result --------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class FitTuning:
         else:
             self._log.announce(tuned)
         self._tuned = tuned
-        self._others = CpuShare()
+        self._others = OtherPrograms()
         self._train_with_next(Comparison(tuned, settings, before.mean_ms, before.noise_ms))
 
     def _beyond_trials(self, tuned: Tuned, before: StepTime) -> Tuned:
@@ -359,7 +359,7 @@ class FitTuning:
         is_as_promised = takes_ms < UNLIKE * took_ms and took_ms < UNLIKE * takes_ms
         if all(gather(self._trainer, is_as_promised or tuned.setting == tuned.own)):
             return
-        self._others = CpuShare()
+        self._others = OtherPrograms()
         promised = "this was not seen in training yet"
         if tuned.trained_ms is not None:
             promised = f"a step takes {takes_ms:.3g} ms, and took {took_ms:.3g} when this was found"

@@ -12,7 +12,7 @@ from lightning_feed._host import AnyTrainer, Original, RunStage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
 from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, time_left, tuned_by
 from lightning_feed.load.streams import RepeatedBatches
-from lightning_feed.measure.cpu_time import CpuShare, own_clock
+from lightning_feed.measure.cpu_time import OtherPrograms, own_clock
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
@@ -361,7 +361,7 @@ class RunFigures:
     def __init__(self, run: StarvationRun) -> None:
         self.run = run
         self.last: StarvationStats | None = None
-        self._cpus = CpuShare() if run.trainer.world_size == 1 else None
+        self._cpus = OtherPrograms() if run.trainer.world_size == 1 else None
         self._final: Measurements | None = None
 
     def close_window(self) -> dict[str, float]:

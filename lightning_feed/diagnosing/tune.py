@@ -37,7 +37,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.machine.private_files import atomic_write
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 from lightning_feed.measure.measurements import OTHERS_PCT, LoaderCode
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.search import Trial
@@ -316,7 +316,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
         raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
     device = session.trainer.strategy.root_device
     goal = replace(goal, device_type=device.type, steps_per_epoch=steps_per_epoch(session.trainer, loader))
-    others = CpuShare()
+    others = OtherPrograms()
     with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
         if session.model is not None:
             bar.set_description_str("tune: the training step")

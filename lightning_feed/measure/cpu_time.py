@@ -37,7 +37,7 @@ class CpuTicks(NamedTuple):
     """Ticks of this process and its descendants."""
 
 
-class CpuShare:
+class OtherPrograms:
     """Share of the CPUs that other programs have used since this object was made.
 
     The time of this process and all its descendants is the run's own. The rest went to other programs, and on a virtual
@@ -99,7 +99,7 @@ def others_pct_now(
     usable_cpus: int | None, root: Path = Path("/"), wait: Callable[[float], object] = time.sleep
 ) -> float | None:
     """Return the percentage of ``usable_cpus`` that other programs use now; None if unknown. Takes half a second."""
-    share = CpuShare(root)
+    share = OtherPrograms(root)
     wait(NOW_S)
     return share.others_pct(usable_cpus)
 

@@ -28,7 +28,7 @@ from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.machine.limits import Machine, cpu_model, read_machine
 from lightning_feed.machine.private_files import cache_folder, read_json, write_json
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.trials.cloning import background_of
 from lightning_feed.trials.search import (
@@ -236,7 +236,7 @@ class _Run:
     def search(self) -> Tuned:
         """Run trials until the search or the budget ends."""
         own = Setting.of(self.loader)
-        others = CpuShare()
+        others = OtherPrograms()
         cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
         why_none = why_not_sent(self.loader, self._setting_limits.start_method)
         in_place = uses_slots(self.loader) or (self.goal.in_slots and may_use_slots(self.loader))

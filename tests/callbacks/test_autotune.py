@@ -96,8 +96,8 @@ def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
         start_method=multiprocessing.get_all_start_methods()[0],
     )
     replace_in(tune_loader, "read_machine", lambda: machine)
-    replace_in(tune_loader, "CpuShare", QuietMachine)
-    replace_in(fit_tuning, "CpuShare", QuietMachine)
+    replace_in(tune_loader, "OtherPrograms", QuietMachine)
+    replace_in(fit_tuning, "OtherPrograms", QuietMachine)
     replace_in(goal_file, "read_machine", lambda: machine)
     replace_in(build, "read_machine", lambda: machine)
     return made
@@ -630,7 +630,7 @@ def test_steps_without_a_time_are_not_compared(trials: Trials, monkeypatch: pyte
 def test_what_training_compared_beside_busy_programs_is_not_remembered(
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit_tuning, "CpuShare", lambda: QuietMachine(30.0))
+    monkeypatch.setattr(fit_tuning, "OtherPrograms", lambda: QuietMachine(30.0))
     monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
     steps_ms = iter([10.0, 30.0])
     monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
@@ -646,7 +646,7 @@ def test_a_fit_does_not_begin_with_the_result_of_the_command(trials: Trials, mon
     """Its trials have no batches in place, and the fits that prove it are not this one."""
     monkeypatch.setattr(tune_command, "REPLAY_STEPS", 30)
     monkeypatch.setattr(tune_command, "prove", lambda *_, **__: None)
-    monkeypatch.setattr(tune_command, "CpuShare", QuietMachine)
+    monkeypatch.setattr(tune_command, "OtherPrograms", QuietMachine)
     monkeypatch.setattr(goal_file, "read_machine", read_machine)  # the command reads this machine, too
     loaders = plain(num_workers=1)
     found = tune_command.tune(loaders()["train_dataloaders"], model=Recording(), trainer=quiet_trainer([]))

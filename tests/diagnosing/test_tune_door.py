@@ -95,7 +95,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     monkeypatch.setattr(tuning, "tune_loader", made)
     monkeypatch.setattr(tuning, "REPLAY_STEPS", 30)
     monkeypatch.setattr(tuning, "prove", lambda session, tuned, seconds: made.proof)
-    monkeypatch.setattr(tuning, "CpuShare", lambda: QuietMachine(made.others_pct))
+    monkeypatch.setattr(tuning, "OtherPrograms", lambda: QuietMachine(made.others_pct))
     return made
 
 

@@ -56,7 +56,7 @@ class Trials:
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "CpuShare", QuietMachine)
+    monkeypatch.setattr(door, "OtherPrograms", QuietMachine)
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def test_a_search_that_was_cut_short_or_disturbed_is_not_whole(
 ) -> None:
     """Only a whole result is remembered."""
     if why == "other programs":
-        monkeypatch.setattr(door, "CpuShare", lambda: QuietMachine(30.0))
+        monkeypatch.setattr(door, "OtherPrograms", lambda: QuietMachine(30.0))
     if why == "turns that disagree":
         times_s = {0: [0.10, 0.08, 0.08], 1: [0.07, 0.09, 0.07], 2: [0.30]}
         monkeypatch.setattr(

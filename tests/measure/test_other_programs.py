@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.measure import cpu_time as cpu_share
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import OtherPrograms
 
 CHILD, GRANDCHILD, OTHER = os.getpid() + 1, os.getpid() + 2, os.getpid() + 3
 
@@ -40,7 +40,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_cpu_time_not_used_by_this_run_counts_as_other_programs(machine: Machine) -> None:
-    share = CpuShare(machine.root)
+    share = OtherPrograms(machine.root)
     machine.busy, machine.idle = [80, 60, 60, 60], [20, 40, 40, 40]  # 260 of 400 ticks
     machine.taken |= {os.getpid(): (1, 50), CHILD: (os.getpid(), 40), GRANDCHILD: (CHILD, 10), OTHER: (1, 160)}
     machine.write()
@@ -48,7 +48,7 @@ def test_cpu_time_not_used_by_this_run_counts_as_other_programs(machine: Machine
 
 
 def test_load_on_cpus_this_run_does_not_need_is_not_counted(machine: Machine) -> None:
-    share = CpuShare(machine.root)
+    share = OtherPrograms(machine.root)
     machine.busy, machine.idle = [100, 100, 50, 0], [0, 0, 50, 100]
     machine.write()
     assert share.others_pct(2) == pytest.approx(25.0)  # 2.5 CPUs are taken, and 2 are left for others
@@ -56,14 +56,14 @@ def test_load_on_cpus_this_run_does_not_need_is_not_counted(machine: Machine) ->
 
 
 def test_interrupt_time_is_not_counted_as_other_programs(machine: Machine) -> None:
-    share = CpuShare(machine.root)
+    share = OtherPrograms(machine.root)
     machine.idle, machine.irq = [50] * 4, 50
     machine.write()
     assert share.others_pct(4) == 0.0
 
 
 def test_cpu_share_is_none_without_kernel_counters(tmp_path: Path, machine: Machine) -> None:
-    assert CpuShare(machine.root).others_pct(4) is None  # no time has passed
-    assert CpuShare(machine.root).others_pct(None) is None
+    assert OtherPrograms(machine.root).others_pct(4) is None  # no time has passed
+    assert OtherPrograms(machine.root).others_pct(None) is None
     (tmp_path / "proc/stat").write_text("cpu 1 2 3")
-    assert CpuShare(tmp_path).others_pct(4) is None
+    assert OtherPrograms(tmp_path).others_pct(4) is None
