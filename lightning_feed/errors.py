@@ -4,11 +4,12 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from lightning_feed.wording import printable_lines
 
 Arguments = ParamSpec("Arguments")
+Options = TypeVar("Options")
 
 
 class FeedError(Exception):
@@ -78,3 +79,9 @@ def refuses_unknown_arguments(init: Callable[Arguments, None]) -> Callable[Argum
         init(*args, **options)
 
     return checked
+
+
+def refuses_unknown_fields(kind: type[Options]) -> type[Options]:
+    """Decorate a dataclass so that an unknown argument raises :func:`no_argument`'s error."""
+    kind.__init__ = refuses_unknown_arguments(kind.__init__)  # type: ignore[method-assign]
+    return kind

@@ -136,7 +136,7 @@ def test_commands_on_the_pages_are_accepted_by_the_cli(monkeypatch: pytest.Monke
     names = "demo|doctor|diagnose|report|compare|tune|pack|stage"
     for page in PAGES:
         for command in re.findall(rf"lightning-feed ((?:{names})\b[^`\n&|]*)", page.read_text()):
-            assert cli.main(shlex.split(command)) == 0, page
+            assert cli.main(shlex.split(command, comments=True)) == 0, page
 
 
 def test_yaml_on_the_pages_names_existing_callbacks_and_arguments() -> None:

@@ -10,10 +10,20 @@ from PIL import Image
 from torch.utils.data import DataLoader, RandomSampler, Subset, default_collate
 from torchvision.datasets import ImageFolder
 
-from lightning_feed.diagnosing.parts import SILENT_S, fresh, make_sample, naming, not_hanging, threads_of_a_worker
+from lightning_feed.diagnosing.parts import (
+    SILENT_S,
+    NotMeasurable,
+    fresh,
+    make_sample,
+    naming,
+    not_hanging,
+    threads_of_a_worker,
+)
 from lightning_feed.diagnosing.samples import MOST_SAMPLES, Site, StepTimer, find_sites, replaced
 from lightning_feed.diagnosing.session import Session
+from lightning_feed.errors import MissingExtraError
 from lightning_feed.images.backends import choose_decoder
+from lightning_feed.images.choose import make_decoder
 from lightning_feed.images.crop import UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Batch
@@ -110,6 +120,7 @@ def measure_crops(session: Session) -> None:
     :func:`folder_to_crop`.
 
     Raises:
+        NotMeasurable: no decoder that can decode a part of an image is installed.
         DatasetError: a sample cannot be made.
         LoaderError: a sample takes very long.
     """
@@ -118,6 +129,10 @@ def measure_crops(session: Session) -> None:
     folder = folder_to_crop(part.loader)
     if len(session.parts) > 1 or folder is None:
         return
+    try:
+        make_decoder("turbo-region")
+    except MissingExtraError as error:
+        raise NotMeasurable(str(error)) from error
     timer = StepTimer()
     whole = timer.step("whole")
     crop = timer.step("crop")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
+from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError, refuses_unknown_fields
 from lightning_feed.machine.limits import Machine
 
 _GPU_THREADS = 8
@@ -20,6 +20,7 @@ buffers for the largest image: one on the device and two page-locked (DALI's doc
 total 66 MB and 89 MB for 12 megapixels."""
 
 
+@refuses_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
     """A DALI backend with options of its own: ``backend=DaliOptions(device="gpu", threads=4)``.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, refuses_unknown_fields
 from lightning_feed.images.cpu_share import Balance, CpuShare, Seconds
 from lightning_feed.images.device_decode import decode_batch, decode_on_cpu
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset
@@ -21,6 +21,7 @@ DEPTH = 2
 """Decoded batches that wait for training, besides the one that is being decoded."""
 
 
+@refuses_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class NvJpegOptions:
     """The nvJPEG backend with options of its own: ``backend=NvJpegOptions(cpu_share=0.25)``.

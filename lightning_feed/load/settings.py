@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, refuses_unknown_fields
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -69,6 +69,7 @@ class RayCluster:
     environment variable, ``RAY_ADDRESS``."""
 
 
+@refuses_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
     """Settings of ``FastDataModule``'s loaders. ``"auto"`` is replaced by a value for the machine, with a reason.

@@ -358,7 +358,7 @@ WORDS: dict[NoteKind, str | Callable[[_Values, Measurements], str]] = {
     "no workers allowed": "no workers, though they would load while the model trains: {why}",
     "may repeat samples": (
         "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "
-        "advised: with num_workers=2 every sample could come twice"
+        "advised: with num_workers=2 every sample could come twice. If yours divides them, set num_workers yourself"
     ),
     "diagnose": lambda values, _: f"{{diagnose}} {values.word('tries', TRIES)}",
     "diagnose whole images": (

@@ -13,6 +13,8 @@ from torchvision.datasets import ImageFolder
 
 from lightning_feed.diagnosing import less_work
 from lightning_feed.diagnosing.less_work import folder_to_crop, measure_crops
+from lightning_feed.diagnosing.parts import NotMeasurable
+from lightning_feed.errors import MissingExtraError
 
 
 def test_rate_without_transforms_excludes_their_time() -> None:
@@ -42,6 +44,21 @@ def test_decoding_of_crops_and_of_whole_images_is_timed(class_folders: Path) -> 
     assert found.whole_ms > 0 < found.crop_ms
     assert torch.equal(torch.get_rng_state(), before)
     assert folder.transform is CROP
+
+
+def test_crops_are_not_timed_without_a_decoder_of_parts(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side would decode whole images, too."""
+
+    def missing(name: str) -> Any:
+        raise MissingExtraError(f"{name} needs libturbojpeg 3")
+
+    monkeypatch.setattr(less_work, "make_decoder", missing)
+    session = session_of(shuffled_part(_folder(class_folders)).loader)
+    with pytest.raises(NotMeasurable, match="turbo-region needs libturbojpeg 3"):
+        measure_crops(session)
+    assert session.results.crops is None
+    session = session_of(shuffled_part(_folder(class_folders, transform=v1.ToTensor())).loader)
+    measure_crops(session)  # has no crops
 
 
 def test_cropping_dataset_gives_the_samples_of_the_image_folder(class_folders: Path) -> None:
