@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shlex
 from dataclasses import dataclass, field
 
 from lightning_feed import _host
@@ -93,9 +94,15 @@ class TuningLog:
 
 def too_short(time_left: TimeLeft) -> str:
     """Return the reason for no trials in a short fit, and the command that has them outside of it."""
+    from lightning_feed.report.report import NOTEBOOK, read_program  # what only some fits need
+
+    program = read_program()
+    command = "lightning_feed.tune(loader)"
+    if program not in ("", NOTEBOOK):
+        command = f"lightning-feed tune {program if program.startswith('-m ') else shlex.quote(program)}"
     return (
         f"the fit ends in about {time_left.seconds:.0f} s, and trials would take longer than they could save. "
-        "`lightning-feed tune your_script.py` tries settings outside of it"
+        f"`{command}` tries settings outside of it"
     )
 
 

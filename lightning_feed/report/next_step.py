@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
-from lightning_feed.report.report import RunIdentity, is_toy, should_try_workers, takes_turns
+from lightning_feed.report.report import NOTEBOOK, RunIdentity, is_toy, should_try_workers, takes_turns
 from lightning_feed.report.words import LOOP_WORDS, TRIES, in_ms, words
 from lightning_feed.trials.time_left import LEAST_S
 from lightning_feed.verdict.diagnosis import Diagnosis, Note, NoteKind, Remedy
@@ -76,7 +76,7 @@ class _Program:
 
     @property
     def is_notebook(self) -> bool:
-        return self.name == "notebook"
+        return self.name == NOTEBOOK
 
     @property
     def quoted(self) -> str:

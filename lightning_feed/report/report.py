@@ -57,6 +57,10 @@ class Environment:
     """Start method of worker processes: ``fork``, ``forkserver`` or ``spawn``."""
 
 
+NOTEBOOK = "notebook"
+"""The program of a run in a notebook."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
     """The run that a report is about. Fields are empty if not known, as in reports of earlier versions."""
@@ -144,14 +148,14 @@ def read_identity(folder: str = "") -> RunIdentity:
         folder: name of the run's folder.
     """
     program = read_program()
-    has_arguments = bool(program) and program != "notebook" and len(sys.argv) > 1
+    has_arguments = bool(program) and program != NOTEBOOK and len(sys.argv) > 1
     return RunIdentity(program=program, has_arguments=has_arguments, folder=folder, id=uuid.uuid4().hex)
 
 
 def read_program() -> str:
     """Return the program that runs in this process, as in :attr:`RunIdentity.program`."""
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
-        return "notebook"
+        return NOTEBOOK
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name.removesuffix(".__main__") if spec is not None else (*sys.argv, "")[0]
     if name in _NO_PROGRAM or Path(name).name in _OURS:

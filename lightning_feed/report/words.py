@@ -223,8 +223,8 @@ def _in_memory(values: _Values, measured: Measurements) -> str:
 
 
 def _slow_transforms(values: _Values, measured: Measurements) -> str:
-    slowest = "the slowest transform of a sample is {transform} ({ms:.1f} ms)"
-    return f"{slowest}; without transforms {_rates(values, measured)}"
+    slowest = "make {transform} faster, which takes most of a sample's transforms ({ms:.1f} ms)"
+    return f"{slowest}: without transforms {_rates(values, measured)}"
 
 
 def _stored(values: _Values, what: str) -> str:

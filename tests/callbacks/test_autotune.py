@@ -44,6 +44,7 @@ from lightning_feed.machine.limits import Machine, read_machine
 from lightning_feed.machine.private_files import cache_folder
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
+from lightning_feed.report import report as report_file
 from lightning_feed.trials import search, time_left, tune_loader
 from lightning_feed.trials.training_work import TrainingWork
 
@@ -659,9 +660,18 @@ def test_a_fit_does_not_begin_with_the_result_of_the_command(trials: Trials, mon
     assert len(trials.settings) > tried
 
 
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("my train.py", "lightning-feed tune 'my train.py'"),
+        ("-m birds.train", "lightning-feed tune -m birds.train"),
+        ("notebook", "lightning_feed.tune(loader)"),
+    ],
+)
 def test_a_fit_that_ends_within_a_minute_gets_a_sentence_instead_of_trials(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    program: str, command: str, trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(report_file, "read_program", lambda: program)
     monkeypatch.setattr(time_left, "LEAST_S", 60.0)
     monkeypatch.setattr(fit_tuning, "rehearsal_of", None)  # nor a rehearsal
     caplog.set_level(logging.INFO, logger="lightning_feed")
@@ -669,7 +679,7 @@ def test_a_fit_that_ends_within_a_minute_gets_a_sentence_instead_of_trials(
     assert (callback.moves, trials.settings) == ((), [])
     (line,) = own_lines(caplog)
     assert "the fit ends in about" in line
-    assert "`lightning-feed tune" in line
+    assert f"`{command}` tries settings outside of it" in line
 
 
 def test_a_budget_of_the_user_is_used_in_a_short_fit_too(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
