@@ -19,6 +19,7 @@ import gpu_checks
 import gpu_day
 import gpu_scripts
 import gpu_trace
+from gpu_claims import Report
 from gpu_day import Part, run_day
 
 # Only the imports above need it.
@@ -173,6 +174,17 @@ def test_gpu_day_runs_every_part_of_the_gpu_programs(
         gpu_day.main()
     assert caught.value.code == 2
     assert "unknown: contols" in capsys.readouterr().err
+
+
+def test_the_cost_of_the_callbacks_is_that_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, ...]] = []
+    row = {"callbacks": "both", "added_cpu_us": [50.0], "added_us": [60.0], "median_us": 50.0, "goal_us": 60.0}
+    results = {"plain": [(900.0, 1000.0)], "rows": [row], "calls_us": {}}
+    monkeypatch.setattr(gpu_scripts, "_benchmark", lambda limit_s, *options: asked.append(options) or results)
+    report = Report(tmp_path / "out.json")
+    gpu_scripts.overhead(report, 100.0)
+    [options] = asked
+    assert options[options.index("--device") + 1] == "cuda"
 
 
 # --- traces and tests -------------------------------------------------------------------------------------------------
