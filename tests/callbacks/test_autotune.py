@@ -858,6 +858,38 @@ def test_ranks_make_the_same_moves(tmp_path: Path) -> None:
     assert len(first["trained"]) == len(second["trained"])
 
 
+def two_fits_on_a_rank(rank: int) -> Any:
+    """The second begins with the result of the first. Its steps take longer on one rank only."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    make_up_trials(setattr)
+    fit_tuning.fills_a_cache = lambda *_: False  # type: ignore[assignment]
+    fit_tuning.PROVING_STEPS = MEASURED - 20
+    seen = []
+    moves = []
+    for times_ms in ([10.0, 8.0], [8.0, 10.0] if rank == 0 else [20.0, 10.0]):
+        left_ms = iter(times_ms)
+        fit_tuning.mean_step_ms = lambda run, left_ms=left_ms: next(left_ms)  # type: ignore[misc]
+        watching = Watching()
+        callback = AutotuneCallback(max_workers=3)
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
+        trainer = quiet_trainer([callback, watching], max_epochs=2, **options)
+        trainer.fit(Recording(), DataLoader(Numbers(2 * SAMPLES), 2, shuffle=True))
+        seen.append(watching.last)
+        moves.append([move.setting.num_workers for move in callback.moves])
+        assert list(left_ms) == []
+    return {"last": seen, "moves": moves}
+
+
+def test_ranks_compare_a_remembered_setting_together(tmp_path: Path) -> None:
+    first, second = in_ranks(2, two_fits_on_a_rank, tmp_path)
+    assert first == second
+    assert first["moves"] == [[3], [3, 0]]
+    assert first["last"] == [[3, 3], [0, 0]]
+
+
 # --- where it changes nothing -----------------------------------------------------------------------------------------
 
 
