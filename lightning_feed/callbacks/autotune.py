@@ -37,7 +37,8 @@ class AutotuneCallback(Callback):
     take other times in trials than in training. On CUDA, batches in place are tried even if the trials gain nothing,
     because trials neither pin batches nor copy them to the device. If steps of training itself then take longer than
     before, or are less than 3 % shorter with batches in place, the callback returns to your setting. The result is
-    remembered for this machine, model and data, and the next run begins with it.
+    remembered for this machine, model and data, unless other programs were busy. The next fit begins with it, and
+    compares your setting once more if steps take another time than they took.
 
     Trials take at most a tenth of the time that is left in the fit, and a quarter of what a setting already saves.
     A fit that ends within a minute gets none, unless you set a budget.

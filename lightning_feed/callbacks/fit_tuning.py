@@ -138,7 +138,8 @@ class FitTuning:
         if earlier is not None:
             self._rehearsal = rehearsal
             self.use(earlier)
-            if any(gather(self._trainer, earlier.setting != earlier.own)):
+            is_to_check = earlier.setting != earlier.own and not fills_a_cache(original, rehearsal)
+            if any(gather(self._trainer, is_to_check)):  # the steps that fill a cache say nothing
                 self._next = Phase.RECALLED
             self._log.outcome.decided = True
             self._log.announce(earlier)

@@ -614,6 +614,19 @@ def test_a_remembered_setting_that_training_has_not_compared_is_compared_now(
     assert "this was not seen in training yet" in own_lines(caplog)[-2]
 
 
+def test_steps_that_fill_a_cache_are_not_compared_with_those_of_an_earlier_fit(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders = plain(batch_size=1, num_workers=1)
+    fit([AutotuneCallback(max_workers=3)], loaders, max_epochs=2)
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", None)
+    monkeypatch.setattr(fit_tuning, "fills_a_cache", lambda *_: True)
+    watching = Watching()
+    fit([AutotuneCallback(max_workers=3), watching], loaders, max_epochs=2)
+    assert {number for epoch in watching.seen for number in epoch} == {3}
+
+
 def test_steps_without_a_time_are_not_compared(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is far behind, times of steps come later. Until then training goes on with what it has."""
     monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
