@@ -42,6 +42,8 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
+_STEPS_LEFT = 10 * PROVING_STEPS
+"""Steps left in the fit from which a remembered setting is compared, which takes a tenth of them, as trials may."""
 _CANNOT_TELL = "whose gain trials cannot tell"
 _CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"
 
@@ -109,6 +111,8 @@ class FitTuning:
         self._next: Phase | Comparison = Phase.TRIALS
         self._not_before = 0
         """Number of finished steps before which nothing follows."""
+        self._warm_up: int | None = None
+        """Steps of the longest warm-up of all ranks, whose loaders may differ; None until it is asked for."""
         self._rehearsal: Rehearsal | None = None
         """The rehearsal of the training loader; None until one was needed."""
         self._tuned: Tuned | None = None
@@ -148,7 +152,7 @@ class FitTuning:
         return ""
 
     def use(self, tuned: Tuned) -> None:
-        """Begin the fit with a setting that nothing is to be compared with."""
+        """Begin the fit with a setting."""
         self._next = Phase.NOTHING
         self._tuned = tuned
         self.loader.setting = tuned.setting
@@ -160,8 +164,6 @@ class FitTuning:
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(self._key(rehearsal))
-            if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
-                earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node: dict[int, Tuned] = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() != {node for node, _ in results}:
@@ -182,7 +184,7 @@ class FitTuning:
         """Measure the steps of this epoch if trials have waited for it."""
         if self._next is Phase.NEXT_EPOCH:
             self._next = Phase.TRIALS
-            run.restart()
+            self._measure_anew(run)
             self._not_before = run.finished + MEASURED_STEPS
 
     def step_ended(self, run: StarvationRun) -> None:
@@ -202,7 +204,15 @@ class FitTuning:
             self._try_settings(run)
 
     def _has_finished(self, run: StarvationRun, steps: int) -> bool:
-        return run.finished >= max(run.main.warm_up + steps, self._not_before)
+        if self._warm_up is None:
+            self._warm_up = max(gather(self._trainer, run.main.warm_up))
+        return run.finished >= max(self._warm_up + steps, self._not_before)
+
+    def _measure_anew(self, run: StarvationRun) -> None:
+        """Leave out all steps so far. On all ranks or on none, since they count steps together."""
+        run.restart()
+        self._warm_up = None
+        self._not_before = 0
 
     def _step_time(self, run: StarvationRun) -> StepTime:
         """Return the largest step time, noise and input share of all ranks since the measuring began."""
@@ -239,8 +249,8 @@ class FitTuning:
             self._log.outcome.decided = True
             if tuned is not None:
                 self._apply(tuned, before)
-            if self._log.outcome.moves:  # later steps have another loader
-                run.restart()
+            if any(gather(self._trainer, bool(self._log.outcome.moves))):  # later steps have another loader
+                self._measure_anew(run)
 
     def _measure_more(self, following: Phase | Comparison, run: StarvationRun) -> None:
         """Measure further steps first: the device is so far behind that too few have a time."""
@@ -325,7 +335,6 @@ class FitTuning:
         else:
             self._log.announce(tuned)
         self._tuned = tuned
-        self._others = OtherPrograms()
         self._train_with_next(Comparison(tuned, settings, before.mean_ms, before.noise_ms))
 
     def _beyond_trials(self, tuned: Tuned, before: StepTime) -> Tuned:
@@ -360,35 +369,40 @@ class FitTuning:
         is_as_promised = takes_ms < UNLIKE * took_ms and took_ms < UNLIKE * takes_ms
         if all(gather(self._trainer, is_as_promised or tuned.setting == tuned.own)):
             return
-        self._others = OtherPrograms()
+        if self._time_left(run).steps < _STEPS_LEFT:
+            return
         promised = "this was not seen in training yet"
         if tuned.trained_ms is not None:
             promised = f"a step takes {takes_ms:.3g} ms, and took {took_ms:.3g} when this was found"
         comparison = Comparison(tuned, [tuned.own], measured.mean_ms, measured.noise_ms, measured=tuned.setting)
-        self._train_with_next(comparison, promised)
-        run.restart()
+        if self._train_with_next(comparison, promised):
+            self._measure_anew(run)
 
-    def _train_with_next(self, comparison: Comparison, why: str = _CANNOT_TELL) -> None:
+    def _train_with_next(self, comparison: Comparison, why: str = _CANNOT_TELL) -> bool:
         """Train with the setting that a comparison takes next, if the epoch can change its loader.
 
         Args:
             comparison: the comparison.
             why: the reason to compare a setting that was not chosen.
+
+        Returns:
+            True if the setting is in use on all ranks. Otherwise nothing is compared.
         """
         setting = comparison.setting
         chosen = comparison.tuned.setting
         in_use = self.loader.setting
+        if not all(gather(self._trainer, self.loader.switch(setting))):
+            self._next = Phase.NOTHING
+            self.loader.switch(chosen)  # for the next epoch
+            return False
+        self._next = comparison
+        if self._others is None and self._trainer.num_devices == 1:  # else other ranks would count as other programs
+            self._others = OtherPrograms()
         if setting not in (chosen, in_use):
             reason = f"training itself compares {setting}, {why}"
             self._log.note_move(setting, reason)
             self._log.say(f"{self._log.now}: {reason}.")
-        has_changed = setting == in_use or self.loader.switch(setting)
-        if all(gather(self._trainer, has_changed)):
-            self._next = comparison
-            return
-        self._next = Phase.NOTHING
-        if self.loader.setting != chosen:  # the choice of the trials comes with the next epoch
-            self.loader.switch(chosen)
+        return True
 
     def _compare(self, comparison: Comparison, run: StarvationRun) -> None:
         """Note the steps of training with the setting in use. After the last setting, take the fastest."""
@@ -399,7 +413,7 @@ class FitTuning:
         comparison.note(measured.mean_ms, measured.noise_ms)
         if comparison.go_on():
             self._train_with_next(comparison)
-            run.restart()
+            self._measure_anew(run)
             return
         self._next = Phase.NOTHING
         proven = _proven(comparison)
@@ -410,10 +424,10 @@ class FitTuning:
         stays = proven.setting == self.loader.setting
         what = "keeps" if stays else "goes back to"
         self._log.say(f"{self._log.now}, {what} {proven.setting}: {proven.reason}.")
+        self.loader.switch(proven.setting)
         if not stays:
             self._log.note_move(proven.setting, proven.reason)
-            self.loader.switch(proven.setting)
-            run.restart()
+            self._measure_anew(run)
 
     def look_for_changes(self) -> None:
         """Go back to the user's setting if the dataset has changed within the epoch."""

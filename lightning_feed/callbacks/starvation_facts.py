@@ -17,7 +17,7 @@ from lightning_feed.machine.limits import read_machine
 from lightning_feed.measure.facts import is_instance, loader_facts, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_code import code_of, users_line
-from lightning_feed.measure.measurements import DataModuleFacts, HookCode, LoaderCode, LoopFacts, Searched, TrainerFacts
+from lightning_feed.measure.measurements import DataModuleFacts, HookCode, LoaderCode, LoopFacts, TrainerFacts
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.trials.time_left import TimeLeft
@@ -119,14 +119,16 @@ def time_left(trainer: AnyTrainer, stats: StarvationStats, wall: WallStats) -> T
     )
 
 
-def tuned_by(trainer: AnyTrainer) -> Searched | None:
-    """Return the search that has decided the number of workers of this fit, in this run or an earlier one."""
+def with_search(facts: TrainerFacts, trainer: AnyTrainer) -> TrainerFacts:
+    """Add the trials that have decided the number of workers of this fit, in this run or in an earlier one."""
     autotune: list[Any] = [each for each in _host.callbacks_of(trainer) if is_instance(each, *_AUTOTUNE)]
     if autotune and autotune[0].decided:
-        return "in a fit"
-    from lightning_feed.in_fit.goal import searched  # what only some runs need
+        return replace(facts, tuned=True, tuned_outside=False)
+    from lightning_feed.in_fit.goal import earlier_search  # what only some runs need
 
-    return searched(trainer, _host.train_loaders(trainer))
+    earlier = earlier_search(trainer, _host.train_loaders(trainer))
+    outside = earlier.by_the_command and not earlier.in_a_fit
+    return replace(facts, tuned=earlier.in_a_fit or outside, tuned_outside=outside)
 
 
 def measures(trainer: AnyTrainer) -> bool:

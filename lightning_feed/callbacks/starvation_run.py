@@ -10,7 +10,7 @@ from functools import partial
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, RunStage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
-from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, time_left, tuned_by
+from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active, time_left, with_search
 from lightning_feed.load.streams import RepeatedBatches
 from lightning_feed.measure.cpu_time import OtherPrograms, own_clock
 from lightning_feed.measure.facts import batches_ahead
@@ -433,8 +433,8 @@ class RunFigures:
         if self.run.stage != "fit":
             return facts
         left_s = time_left(self.run.trainer, stats, self.run.wall).seconds
-        searched = self.run.guard.attempt("read results of trials", tuned_by, self.run.trainer)
-        return replace(facts, tuned=searched, left_s=left_s if math.isfinite(left_s) else None)
+        facts = self.run.guard.attempt("read results of trials", with_search, facts, self.run.trainer) or facts
+        return replace(facts, left_s=left_s if math.isfinite(left_s) else None)
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:
         return tuple(hook for hook in self.run.hooks.result() if not _host.is_empty_hook(self.run.trainer, hook.name))

@@ -70,8 +70,12 @@ class Comparison:
         return min(gaining, key=self.step_ms, default=self.tuned.own)
 
     def fastest_other(self) -> Setting:
-        """Return the setting with the shortest steps, the user's own left out."""
-        return min((setting for setting in self._steps_ms if setting != self.tuned.own), key=self.step_ms)
+        """Return the setting with the shortest steps, the user's own left out, unless there is no other.
+
+        Where nodes of a fit differ, a node that keeps the user's setting takes part with that alone.
+        """
+        others = [setting for setting in self._steps_ms if setting != self.tuned.own]
+        return min(others, key=self.step_ms, default=self.tuned.own)
 
     def _gains(self, setting: Setting) -> bool:
         own = self.tuned.own

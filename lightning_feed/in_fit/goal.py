@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,7 +20,7 @@ from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster
 from lightning_feed.load.shared_objects import refers_to_shared
 from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.machine.limits import read_machine
-from lightning_feed.measure.measurements import LoopMeasurements, Measurements, Searched
+from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.measure.rank_store import connected, gather
 from lightning_feed.trials.cloning import has_threads
 from lightning_feed.trials.time_left import MOST_S
@@ -122,15 +122,19 @@ def key_in_fit(
     return key_of(loader, replace(goal, in_slots=in_slots), read_machine(), rehearsal)
 
 
-def searched(trainer: Any, loaders: list[Any]) -> Searched | None:
-    """Return where an earlier search has decided the number of workers of the only loader of a fit; None if nowhere."""
+class EarlierSearch(NamedTuple):
+    """The searches for the number of workers of a fit's loader that have ended before the fit."""
+
+    in_a_fit: bool = False
+    by_the_command: bool = False
+
+
+def earlier_search(trainer: Any, loaders: list[Any]) -> EarlierSearch:
+    """Return the earlier searches for the only loader of a fit."""
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader) or trainer.lightning_module is None:
-        return None
-    if Store().may_know(key_in_fit(loaders[0], trainer, Rehearsal())):
-        return "in a fit"
-    if Store().may_know(key_in_fit(loaders[0], trainer, Rehearsal(), in_slots=False)):
-        return "by the command"
-    return None
+        return EarlierSearch()
+    keys = [key_in_fit(loaders[0], trainer, Rehearsal(), in_slots=in_slots) for in_slots in (True, False)]
+    return EarlierSearch(*map(Store().may_know, keys))
 
 
 def steps_per_epoch(trainer: Any, loader: DataLoader[Batch]) -> float:

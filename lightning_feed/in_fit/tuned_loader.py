@@ -8,6 +8,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.in_fit.replaced_loader import RestOfEpoch, end_workers, rest_of_epoch, with_setting
 from lightning_feed.load.kinds import Batch
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.probe import Probe
 from lightning_feed.load.settings import Setting
 
@@ -90,11 +91,16 @@ class TunedLoader:
         return self._probe is not None and self._probe.changed()
 
     def switch(self, setting: Setting) -> bool:
-        """Give the loader another setting for all later epochs, and for the rest of this one if possible.
+        """Give the loader a setting for all later epochs, and for the rest of this one if possible.
+
+        All ranks count the steps until :meth:`step_ended` from here, also those whose loader has the setting already.
 
         Returns:
             True if the rest of this epoch has the setting, too. False if the order of batches does not allow it.
         """
+        if setting == self.setting:
+            self._begin_to_watch()
+            return True
         self.setting = setting
         (loader,) = _host.train_loaders(self._trainer)
         iterated = loader if self._iterated is None else self._iterated
@@ -117,5 +123,8 @@ class TunedLoader:
     def _replace_rest(self, iterated: DataLoader[Batch], rest: RestOfEpoch) -> None:
         (iterator,) = _host.loop_iterators(self._trainer, "fit")
         _host.replace_train_iterator(self._trainer, rest.batches)
+        (loader,) = _host.train_loaders(self._trainer)
+        if isinstance(loader, FeedLoader) and isinstance(rest.loader, FeedLoader):
+            loader.follow_rest(rest.loader)  # a checkpoint has the position of the Trainer's loader
         end_workers(iterated, iterator)
         self._iterated = rest.loader

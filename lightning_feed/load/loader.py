@@ -155,6 +155,12 @@ class FeedLoader(DataLoader[Batch]):
         """Replace another loader of the same samples, continuing after its latest pass."""
         self._passes.latest = other._passes.latest
 
+    def follow_rest(self, rest: "FeedLoader") -> None:
+        """Have the position of the loader that yields the rest of the present pass. The next pass is a new one."""
+        self.follow(rest)
+        if self._passes.latest is not None:
+            self._passes.latest.may_begin_again = False
+
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         """Begin a pass. Ends the pass before if both would use the same workers.
 

@@ -80,6 +80,8 @@ class Passes:
         latest = self.latest
         if latest is None or latest.origin is None or latest.ended or latest.batches != latest.origin.batches:
             return None
+        if not latest.may_begin_again:
+            return None
         return latest.origin
 
     def take_begun(self, order: EpochOrder | None, workers: AnyIterator) -> Position | None:

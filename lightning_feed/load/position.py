@@ -135,6 +135,8 @@ class Position:
         self.batches = 0
         self.ended = False
         """True once the data have ended."""
+        self.may_begin_again = True
+        """False for the rest of a pass of another loader: no later pass resumes where it began."""
         self.refusal: ResumeError | None = None
         """The error that ends a resumed pass. Not raised by ``iter()``, because Lightning's teardown would hide it."""
         self.samplers: dict[str, SamplerState] = {}

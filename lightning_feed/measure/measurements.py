@@ -7,9 +7,6 @@ from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats, Timeline
 from lightning_feed.measure.wall import WallStats
 
-Searched = Literal["in a fit", "by the command"]
-"""The place of the trials that have decided a number of workers. Those in a fit try batches in place, too."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderCode:
@@ -170,8 +167,10 @@ class TrainerFacts:
     """Batches between updates of the progress bar; 0 if it is off."""
     left_s: float | None = None
     """Seconds until the fit ends, as far as its own steps tell; None if it has no end, or if that is not known."""
-    tuned: Searched | None = None
-    """The search that has decided the loader's number of workers, in this run or in an earlier one; None if none."""
+    tuned: bool | None = None
+    """True if the loader's number of workers was decided by trials, in this run or in an earlier one."""
+    tuned_outside: bool | None = None
+    """True if these were the trials of ``lightning-feed tune``, which do not try batches in place with any loader."""
     measures: bool | None = None
     """True if the program itself has a GPUStarvationCallback, so that each of its runs is measured."""
 

@@ -486,8 +486,12 @@ def _may_come_in_place(judged: JudgedRun) -> bool:
     """Return True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
     facts = judged.facts
     loader = facts.loader
-    was_tried = facts.trainer.tuned == "in a fit" and loader.map_style is not False and loader.count == 1
+    was_tried = _was_tuned_in_a_fit(facts) and loader.map_style is not False and loader.count == 1
     return bool(loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
+
+
+def _was_tuned_in_a_fit(facts: LoopFacts) -> bool:
+    return bool(facts.trainer.tuned) and not facts.trainer.tuned_outside
 
 
 def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
@@ -506,7 +510,7 @@ def _wrapped(judged: JudgedRun, why: Note) -> Remedy | None:
 def may_be_tuned(facts: LoopFacts) -> bool:
     """Return True for a loader of a fit that AutotuneCallback can tune, and has not tuned yet."""
     loader = facts.loader
-    in_fit = facts.loop == "trainer" and facts.stage == "fit" and facts.trainer.tuned != "in a fit"
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not _was_tuned_in_a_fit(facts)
     return in_fit and not loader.why_no_workers and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 

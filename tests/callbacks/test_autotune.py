@@ -77,6 +77,7 @@ def make_up_trials(replace_in: Callable[[Any, str, Any], None]) -> Trials:
     replace_in(fit_tuning, "rehearsal_of", lambda *_: Rehearsal())
     replace_in(fit_tuning, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
     replace_in(fit_tuning, "PROVING_STEPS", 10**6)
+    replace_in(fit_tuning, "_STEPS_LEFT", 0)
     replace_in(time_left, "LEAST_S", 0.0)  # these fits end at once
     replace_in(time_left, "BLIND_SHARE", math.inf)
     replace_in(search, "UNLIKE", math.inf)  # their steps take other times than the made-up ones
@@ -381,7 +382,8 @@ def test_the_users_loader_object_is_not_modified(trials: Trials) -> None:
 def test_a_report_tells_whether_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
     starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
-    assert starvation.report().measurements.facts.trainer.tuned == ("in a fit" if tuner else None)
+    facts = starvation.report().measurements.facts.trainer
+    assert (facts.tuned, facts.tuned_outside) == (bool(tuner), False)
 
 
 def test_the_starvation_report_restarts_once_after_the_trials_and_covers_only_the_new_workers(
@@ -667,7 +669,8 @@ def test_a_fit_does_not_begin_with_the_result_of_the_command(trials: Trials, mon
     assert found.setting.num_workers == 3
     report = GPUStarvationCallback(report=False)
     fit([report], loaders)
-    assert report.report().measurements.facts.trainer.tuned == "by the command"
+    facts = report.report().measurements.facts.trainer
+    assert (facts.tuned, facts.tuned_outside) == (True, True)
     tried = len(trials.settings)
     fit([AutotuneCallback(max_workers=3)], loaders, max_epochs=2)
     assert len(trials.settings) > tried
@@ -840,6 +843,35 @@ def test_a_run_killed_after_a_move_resumes_exactly(tmp_path: Path, trials: Trial
         after = run(loaders, [AutotuneCallback(max_workers=3)], ckpt_path=path, **options)
         assert before == whole[: len(before)]
         assert after == whole[len(before) :]
+
+
+@pytest.mark.parametrize("step", [MEASURED + 1, MEASURED + 2, 23])
+def test_a_run_killed_within_the_epoch_of_a_move_resumes_exactly(step: int, tmp_path: Path, trials: Trials) -> None:
+    """Other workers yield the rest of the epoch, and the checkpoint has their position."""
+    options: dict[str, Any] = {"max_epochs": 2}
+
+    def loaders() -> dict[str, Any]:
+        return {"datamodule": Birds(1, loader=LoaderSettings(num_workers=1))}
+
+    whole = run(loaders, [], **options)
+    path = tmp_path / "killed.ckpt"
+    callback = AutotuneCallback(max_workers=3)
+    before = run(loaders, [callback, SaveThenDie("on_train_batch_end", step, path)], **options)
+    assert len(callback.moves) == 1
+    after = run(loaders, [], ckpt_path=path, **options)
+    assert before == whole[: len(before)]
+    assert after == whole[len(before) :]
+
+
+@pytest.mark.parametrize("name", ["ours, no workers, seeded", "ours, in an order", "datamodule"])
+def test_an_epoch_that_ends_with_the_move_is_followed_by_a_new_one(name: str, trials: Trials) -> None:
+    """The rest of the epoch yields nothing, and the next epoch does not begin where the rest would."""
+    options: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": MEASURED}
+    expected, _, _ = fit([], LOADERS[name], **options)
+    changed, _, error = fit([callback := AutotuneCallback(max_workers=3)], LOADERS[name], **options)
+    assert error is None
+    assert len(callback.moves) == 1
+    assert by_hook(changed.events) == by_hook(expected.events)
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ PROFILER = '`Trainer(profiler="simple")` names the callback or hook that takes t
 A_NOTE = Note.of("combine tensors")
 SAID = "each of the many small tensors is copied separately: combine them into one tensor in collate"
 VAIN = Note.of("more workers in vain", ms=90.0, own_ms=87.2)
-TUNED = {"tuned": "in a fit"}
-TUNED_FACTS = sample_facts(tuned="in a fit")
+TUNED = {"tuned": True}
+TUNED_FACTS = sample_facts(tuned=True)
 TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
 
 
@@ -83,7 +83,7 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
         (_found(cause="jitter", notes=(A_NOTE,), facts=TUNED_FACTS), SAID),
         (_found(cause="jitter", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
-            _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned="in a fit"), why_not=(VAIN,)),
+            _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned=True), why_not=(VAIN,)),
             "loading and training take turns, and workers would gain nothing; "
             f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
@@ -140,7 +140,7 @@ TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why=())
                 "batches are ready in time, and handing one over takes 29.6 ms: fewer or smaller tensors take less",
             )
             for facts in (
-                {"tuned": "in a fit"},
+                {"tuned": True},
                 {"map_style": False},
                 {"stage": "validate"},
                 {"every_num_workers": (2, 2)},
@@ -262,7 +262,7 @@ def test_commands_keep_omp_num_threads_of_a_run_beside_other_programs() -> None:
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 2, "torch_threads": 1, "others_cpu_pct": 60.0}
     for changed, threads in (({}, "OMP_NUM_THREADS=1 "), ({"others_cpu_pct": 0.0}, ""), ({"device_type": "cuda"}, "")):
         for facts, command in (
-            (busy | {"tuned": "in a fit"}, "lightning-feed diagnose train.py -- -b 2"),
+            (busy | {"tuned": True}, "lightning-feed diagnose train.py -- -b 2"),
             (busy | {"num_workers": 0}, "LIGHTNING_FEED=tune python train.py -b 2"),
         ):
             found = _found(cause="cpu", facts=sample_facts(**facts | changed))
@@ -335,7 +335,7 @@ BY_TORCH: dict[str, Any] = {
 """Eight workers that send large batches as torch does, seen with LIGHTNING_FEED=1."""
 PINNED = {"pin_memory": True, "pinned": True}
 IN_PLACE = PINNED | {"may_use_slots": False, "in_place": True}
-BY_COMMAND = {"tuned": "by the command"}
+BY_COMMAND = {"tuned": True, "tuned_outside": True}
 WRAPPED = {"loader_code": LoaderCode(words="the LoaderSettings(...)", form="settings", datamodule="Birds")}
 COPIES: dict[str, Any] = {"step": 33.2, "data": 1.0, "copy": 24.0}
 WAITS: dict[str, Any] = {"step": 10.3, "data": 6.0, "loaders": READY}

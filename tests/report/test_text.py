@@ -270,7 +270,7 @@ def test_show_report_prints_the_full_short_and_one_line_forms(capsys: pytest.Cap
 def test_reports_name_their_run() -> None:
     run = RunIdentity(program="src/train.py", has_arguments=True, folder="version_3")
     report = replace(sample_report(sample(cause="cpu", remedies=())), run=run)
-    bare = replace(report, diagnosis=_bare(remedies=(), cause="cpu", facts=sample_facts(tuned="in a fit")))
+    bare = replace(report, diagnosis=_bare(remedies=(), cause="cpu", facts=sample_facts(tuned=True)))
     assert as_markdown(report).startswith("# train.py, version\\_3: highly data-bound: GPU idle 34 %")
     assert short_markdown(bare).splitlines()[-1] == (
         "next: `lightning-feed diagnose src/train.py -- ARGUMENTS` finds the lines of your code that take the time"
@@ -425,7 +425,7 @@ def test_no_stage_is_marked_if_loading_and_training_take_turns() -> None:
     assert _narrowest(_pipeline(facts, **rates)) == []
     workers = (Remedy(code="num_workers=2", why=(), change=Change("num_workers", "2")),)
     assert _narrowest(_pipeline(facts, workers, **rates)) == ["loader"]
-    found = _bare(facts=changed_facts(facts, tuned="in a fit"), remedies=())
+    found = _bare(facts=changed_facts(facts, tuned=True), remedies=())
     assert headline(found) == "highly data-bound: loading takes 34 % of each step, and does not overlap with training"
     assert headline(replace(found, remedies=workers)).endswith("training waits for data 34 % of each step")
     untried = _bare(facts=facts, remedies=())

@@ -246,7 +246,7 @@ CONTRACTS = {
         without={
             "in place already": {"may_use_slots": False, "in_place": True},
             "a loader that iterates in its own way": {"may_use_slots": False},
-            "tried": {"tuned": "in a fit"},
+            "tried": {"tuned": True},
             "a stream, which is not tuned": {"map_style": False},
             "several loaders, which are not tuned": {"every_num_workers": (2, 2)},
             "a driver that does not lock slots": {"device_type": "xpu"},
@@ -696,7 +696,7 @@ def test_the_next_step_tries_numbers_of_workers_that_no_remedy_names(name: str) 
     [
         {"data": 1.0},
         {"experiments": {}},
-        {"tuned": "in a fit"},
+        {"tuned": True},
         {"why_no_workers": "dataset.pool belongs to this process"},
         {"map_style": False},
         {"map_style": False, "shards_by_worker": True},
@@ -912,7 +912,7 @@ PINNING = READY | {"handover_pct": 0.0, "pin_lag_ms": 38.0}
             20.0,
         ),  # beside more workers, which would pin otherwise
         ({"loaders": READY, "map_style": False}, WRAP, 40.0),  # a stream
-        ({"loaders": READY, "map_style": False, "tuned": "in a fit"}, WRAP, 40.0),
+        ({"loaders": READY, "map_style": False, "tuned": True}, WRAP, 40.0),
         ({"loaders": READY, "loader_code": replace(OWN_DATA, datamodule="")}, "AutotuneCallback()", 40.0),
         (
             {"loaders": READY, "loader_code": replace(OWN_DATA, trainer_key="--trainer.")},
