@@ -26,6 +26,7 @@ from slot_memory import memory_of
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trial_steps import THREE_ARE_BEST, QuietMachine, Trials
+from trials.machines import workers
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks import fit_tuning
@@ -47,6 +48,7 @@ from lightning_feed.measure.wall import WallClock
 from lightning_feed.report import report as report_file
 from lightning_feed.trials import search, time_left, tune_loader
 from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.tune_loader import Tuned
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -933,6 +935,45 @@ def test_ranks_compare_a_remembered_setting_together(tmp_path: Path) -> None:
     assert first == second
     assert first["moves"] == [[3], [3, 0]]
     assert first["last"] == [[3, 3], [0, 0]]
+
+
+def recalled_on_a_node(rank: int, found: list[int], own: int, now_ms: float) -> Any:
+    """A fit that begins with a result of this node, which steps of 8 ms have proven."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    make_up_trials(setattr)
+    fit_tuning.fills_a_cache = lambda *_: False  # type: ignore[assignment]
+    fit_tuning.PROVING_STEPS = MEASURED - 20
+    steps_ms = iter([now_ms, 30.0])
+    fit_tuning.mean_step_ms = lambda run: next(steps_ms)
+    before = workers(own)
+    earlier = Tuned(setting=workers(found[rank]), own=before, reason="", trials=(), trained_ms=(10.0, 8.0))
+    fit_tuning.Store.may_know = lambda *_: True  # type: ignore[method-assign]
+    fit_tuning.Store.load = lambda *_: replace(earlier, remembered=True)  # type: ignore[method-assign]
+    watching = Watching()
+    options: dict[str, Any] = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": True}
+    trainer = quiet_trainer([AutotuneCallback(max_workers=3), watching], max_epochs=2, **options)
+    trainer.fit(Recording(), DataLoader(Numbers(120), 2, shuffle=True, num_workers=own))
+    return {"last": watching.last, "left": len(list(steps_ms))}
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "now_ms", "last"),
+    [
+        ([3, 1], 1, 8.0, [3, 1]),
+        ([3, 1], 1, 80.0, [1, 1]),
+        ([3, 2], 1, 80.0, [1, 1]),
+        ([3, 0], 0, 80.0, [0, 0]),
+    ],
+)
+def test_nodes_that_remember_different_settings_compare_them_together(
+    found: list[int], own: int, now_ms: float, last: list[int], tmp_path: Path
+) -> None:
+    """Their loaders have different queues, and one may have nothing to compare."""
+    seen = in_ranks(2, recalled_on_a_node, tmp_path, found, own, now_ms, nodes=True)
+    assert [node["last"] for node in seen] == [[number] * 2 for number in last]
+    assert [node["left"] for node in seen] == [1 if now_ms == 8.0 else 0] * 2
 
 
 # --- where it changes nothing -----------------------------------------------------------------------------------------

@@ -96,19 +96,23 @@ def free_port() -> int:
         return port
 
 
-def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """What ``work(rank, *arguments)`` returns in each rank of a run as torchrun starts it."""
+def in_ranks(
+    world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any, nodes: bool = False
+) -> list[Any]:
+    """What ``work(rank, *arguments)`` returns in each rank of a run as torchrun starts it; each on a node of its own
+    with ``nodes``."""
     torch.multiprocessing.start_processes(
-        _one_rank, (world_size, free_port(), work, folder, arguments), nprocs=world_size, start_method="fork"
+        _one_rank, (world_size, free_port(), work, folder, arguments, nodes), nprocs=world_size, start_method="fork"
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _one_rank(rank: int, world_size: int, port: int, work: Any, folder: Path, arguments: Any) -> None:
+def _one_rank(rank: int, world_size: int, port: int, work: Any, folder: Path, arguments: Any, nodes: Any) -> None:
     torch.set_num_threads(1)
+    node, local, of_node = (rank, 0, 1) if nodes else (0, rank, world_size)
     os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
-        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node), "TORCHELASTIC_RUN_ID": "test"},
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(of_node)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
     result = work(rank, *arguments)
