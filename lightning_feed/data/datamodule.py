@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRANSFER = "transfer_batch_to_device"
+_AROUND_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -326,6 +327,14 @@ class FeedDataModule:
     def loader_report(self) -> str:
         """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
+
+    def _feed_has_transfer_hooks(self) -> bool:
+        """Return True if a transfer hook of the user's data module or module may take time for each batch."""
+        if not _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
+            return True
+        module = None if self.trainer is None else self.trainer.lightning_module
+        around = any(_host.is_overridden(owner, hook) for owner in (self, module) for hook in _AROUND_TRANSFER)
+        return around or _host.is_overridden(module, _TRANSFER)
 
     def _feed_facts(self) -> "DataModuleFacts":
         """Return the facts for reports that only a data module knows."""

@@ -176,7 +176,7 @@ class FeedImageFolder(FeedDataModule):
             decoder=None if decoder is None else decoder.name,
             quality=self.quality,
             backend=self._images_run.backend_name,
-            normalizes=self._images_normalize,
+            normalizes=self._images_normalize and not self._feed_has_transfer_hooks(),
             own_transforms=any(name != "on_device" for name in self._images_only_torch()),
         )
 

@@ -131,7 +131,7 @@ class DataModuleFacts:
     device_transform: bool | None = None
     """True if the FastDataModule transforms batches on the device."""
     normalizes: bool | None = None
-    """True if this is the normalisation of an ImageFolderDataModule, which its user has not written."""
+    """True if this is the normalisation of an ImageFolderDataModule, and the user has no hook of the transfer."""
     decoder: str | None = None
     """``decoder`` of an ImageFolderDataModule."""
     quality: str | None = None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from images.made_images import encoded
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from made_samples import jpegs, nvjpeg_dataset, photo, torn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
@@ -59,11 +60,39 @@ class Cropped(ImageFolderDataModule):
         return super().device_transform(batch, split)
 
 
-@pytest.mark.parametrize(("kind", "normalizes"), [(ImageFolderDataModule, True), (Cropped, False)])
-def test_a_device_transform_of_the_user_is_told_from_our_own(
-    kind: type[ImageFolderDataModule], normalizes: bool, class_folders: Path
+class Mixed(ImageFolderDataModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Moved(ImageFolderDataModule):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class MixesHere(BoringModel):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "normalizes"),
+    [
+        (ImageFolderDataModule, BoringModel, True),
+        (Cropped, BoringModel, False),
+        (Mixed, BoringModel, False),
+        (Moved, BoringModel, False),
+        (ImageFolderDataModule, MixesHere, False),
+    ],
+)
+def test_work_of_the_user_in_the_transfer_is_told_from_our_own(
+    kind: type[ImageFolderDataModule], model: type[BoringModel], normalizes: bool, class_folders: Path
 ) -> None:
-    facts = kind(class_folders, 4, image_size=32, backend="torch")._feed_facts()
+    module = kind(class_folders, 4, image_size=32, backend="torch")
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model())
+    module.trainer = trainer
+    facts = module._feed_facts()
     assert (facts.device_transform, facts.normalizes) == (True, normalizes)
 
 
