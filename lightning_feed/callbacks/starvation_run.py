@@ -112,6 +112,7 @@ class _Loops:
         """End a validation. Does nothing after a validation without batches, which never began."""
         if self._validation_since is not None:
             self.wall.leave()
+            self.now.drop_sample()
             self.main.cpu.go_on()
             self.now = self.main
             self._validation_since = None
@@ -293,7 +294,7 @@ class StarvationRun:
         tap = self.guard.tap
         begins: Calls = {
             "fetch": self.loops.fetch_began,
-            "step": lambda: self.loops.now.meter.step_began(),
+            "step": lambda: self.loops.now.step_began(),
             "forward": lambda: self.main.meter.part_began(FORWARD),
             "backward": lambda: self.main.meter.part_began(BACKWARD),
             "optimizer": lambda: self.main.meter.part_began(OPTIMIZER),

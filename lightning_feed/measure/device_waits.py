@@ -87,6 +87,11 @@ class WaitFinder:
             self._callers = {id(frame) for frame in _frames(sys._getframe()) if is_users(frame.f_code.co_filename)}
         self._undo = _watch(self._backend, self._note)
 
+    def check(self) -> None:
+        """Drop the sample if its filter is gone, because a context of the user, within which it began, has ended."""
+        if self._undo is not None and not _is_in_place():
+            self.drop()
+
     def end(self) -> None:
         """Stop watching the step, and count it. Does nothing if no step is watched."""
         if self._undo is not None:
@@ -153,7 +158,8 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
     """
     pattern = _Pattern(threading.get_ident(), note)
     usual: list[Any] = warnings.filters  # type: ignore[assignment]  # a tuple to some type checkers, a list in Python
-    filters = _Filters([("ignore", pattern, Warning, None, 0), *usual])
+    filters = _Filters(usual)
+    filters.put_first(("ignore", pattern, Warning, None, 0))
     warnings.filters = filters
     synchronize = backend.synchronize
 
@@ -167,43 +173,60 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
     def undo() -> None:
         if backend.synchronize is noting:
             backend.synchronize = synchronize
+        in_place = warnings.filters
         if backend.get_sync_debug_mode() == _WARN:  # else the user has changed it meanwhile
+            warnings.filters = filters
             backend.set_sync_debug_mode(_OFF)
-        usual[:] = filters[1:]  # with what the user has added meanwhile
-        if warnings.filters is filters:
-            warnings.filters = usual
-            return
-        # The user is within a `catch_warnings`, which will put `filters` back.
-        for each in (filters, warnings.filters):
+            warnings.filters = in_place
+        for each in (filters, in_place):  # two, within a `catch_warnings` of the user, which puts ours back
             if isinstance(each, _Filters):
-                each.leave()
+                each.take_out()
+        usual[:] = filters  # with what the user has added meanwhile
+        if in_place is filters:
+            warnings.filters = usual
 
     return undo
 
 
+def _is_in_place() -> bool:
+    filters = warnings.filters
+    return isinstance(filters, _Filters) and filters.has_ours
+
+
 class _Filters(list[Any]):
-    """Warning filters of which the first stays the first, also in the copy that ``warnings.catch_warnings`` makes.
+    """Warning filters of which ours stays the first, also in the copy that ``warnings.catch_warnings`` makes.
 
     Otherwise a filter of the user for all warnings, such as ``simplefilter("error")`` within a step, would meet those
     of torch.
     """
 
-    is_ours = True
-    """True as long as the first entry is ours."""
+    def put_first(self, entry: Any) -> None:
+        """Insert our entry."""
+        super().insert(0, entry)
 
-    def leave(self) -> None:
+    @property
+    def has_ours(self) -> bool:
+        """True as long as our entry is the first."""
+        return bool(self) and isinstance(self[0][1], _Pattern)
+
+    def take_out(self) -> None:
         """Take our entry out, after which this is a list as any other."""
-        if self.is_ours:
-            self.is_ours = False
+        if self.has_ours:
             del self[0]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        ours = self[0] if self.has_ours else None
+        super().__setitem__(key, value)  # by which `warnings.resetwarnings` removes all filters
+        if ours is not None and not self.has_ours:
+            self.put_first(ours)
 
     def insert(self, index: SupportsIndex, entry: Any) -> None:
         """Insert an entry as functions of ``warnings`` do, but behind ours."""
-        super().insert(int(index) + self.is_ours, entry)
+        super().insert(int(index) + self.has_ours, entry)
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return _Filters(found) if isinstance(key, slice) and self.is_ours else found
+        return _Filters(found) if isinstance(key, slice) else found
 
 
 class _Pattern:

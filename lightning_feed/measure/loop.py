@@ -144,6 +144,12 @@ class MeasuredLoop:
         if self._settled and waits.wants_more and is_one_in(self.meter.finished + 1, SAMPLE_EVERY):
             waits.begin()
 
+    def step_began(self) -> None:
+        """Note that the step begins, after the hooks that come before it."""
+        self.meter.step_began()
+        if self._waits is not None:
+            self._waits.check()
+
     def fetch_began(self) -> None:
         """Note that the loop requests a batch from the loaders.
 

@@ -259,6 +259,58 @@ class Quiet(Callback):
         self.context.__exit__(None, None, None)
 
 
+class QuietBetween(Callback):
+    """Is within a ``catch_warnings`` from the end of each step to the start of the next."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.context = warnings.catch_warnings()
+        self.context.__enter__()
+        warnings.filterwarnings("ignore", message="of the user")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_a_sample_within_a_context_that_ends_before_the_step_is_dropped(position: str) -> None:
+    starvation = GPUStarvationCallback(report=False)
+    callbacks = [QuietBetween(), starvation] if position == "first" else [starvation, QuietBetween()]
+    assert shown_warnings(*callbacks) == shown_warnings(QuietBetween())
+    assert starvation.report().measurements.facts.waits is None  # not known
+
+
+def test_a_user_who_resets_the_filters_within_a_sampled_step_keeps_the_new_ones() -> None:
+    class Resets(Reads):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.sim.get_sync_debug_mode() == 1:
+                warnings.resetwarnings()
+                warnings.simplefilter("ignore", ResourceWarning)
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        device = SimulatedDevice()
+        fit(device, Resets(device), SimulatedLoader(device, STEPS), GPUStarvationCallback(report=False))
+        assert [entry[2] for entry in warnings.filters] == [ResourceWarning]
+        assert type(warnings.filters) is list
+
+
+def test_a_validation_in_the_fit_leaves_no_sample_behind() -> None:
+    class Validates(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            modes.append(self.sim.get_sync_debug_mode())
+
+    modes: list[int] = []
+    device = SimulatedDevice()
+    val = SimulatedLoader(device, 26)
+    options: dict[str, Any] = {"val": val, "val_check_interval": 10}
+    fit(device, Validates(device), SimulatedLoader(device, 60), GPUStarvationCallback(report=False), **options)
+    assert sum(modes) <= SAMPLED < len(modes)
+
+
 @pytest.mark.parametrize("position", ["first", "last"])
 def test_a_context_that_a_callback_holds_over_each_step_hides_no_waits_and_shows_no_warnings(position: str) -> None:
     starvation = GPUStarvationCallback(report=False)
