@@ -98,6 +98,7 @@ from lightning_feed._host.wraps import (
     RunBegins as RunBegins,
     Wrap as Wrap,
     arguments_of as arguments_of,
+    iterates_again as iterates_again,
     replace_in_class as replace_in_class,
     transfer_early as transfer_early,
     wrap_epoch_start as wrap_epoch_start,

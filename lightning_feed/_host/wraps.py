@@ -116,6 +116,17 @@ def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
     return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
 
 
+def iterates_again(trainer: AnyTrainer) -> bool:
+    """Return True if Lightning drops the iterators that it makes next, and makes others when the epoch begins.
+
+    It does so with loaders that are made after the first epoch (``loops/fit_loop.py: setup_data``, then
+    ``loops/training_epoch_loop.py: on_run_start``). Checked against Lightning 2.4.0 and 2.6.6.
+    """
+    fit_loop = trainer.fit_loop
+    resumes = fit_loop.epoch_loop.restarting or getattr(fit_loop, "is_resuming", False)
+    return trainer.current_epoch > 0 and not resumes
+
+
 def wrap_validation_start(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
     """Call ``around(original)`` in place of the function that makes the iterators of a validation within a fit.
 

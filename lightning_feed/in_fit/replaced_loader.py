@@ -93,6 +93,24 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     return RestOfEpoch(rest, iter(rest))
 
 
+def draws_of(clone: DataLoader[Batch]) -> DrawsOf | None:
+    """Return the draws that a result of :func:`with_setting` repeats; None for another loader."""
+    if isinstance(clone, FeedLoader):
+        return clone.draws
+    sampler = getattr(clone, _sampler_name(clone))
+    return sampler.draws if isinstance(sampler, SameDraws) else None
+
+
+def follow(clone: DataLoader[Batch], latest: DataLoader[Batch]) -> None:
+    """Have a clone go on after the latest pass of an earlier clone of the same loader."""
+    draws = draws_of(clone)
+    before = draws_of(latest)
+    if draws is not None and before is not None:
+        draws.follow(before)
+    if isinstance(clone, FeedLoader) and isinstance(latest, FeedLoader):
+        clone.follow(latest)
+
+
 def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) -> None:
     """End the workers of a loader: persistent ones that it keeps, and those of its current ``iterator``."""
     if isinstance(loader, FeedLoader):
@@ -162,13 +180,15 @@ class SameDraws(_Draws):
     def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:
         self.source = source
         super().__init__(ahead)
-        self._draws = DrawsOf(loader)
+        self.draws = DrawsOf(loader)
 
     def __iter__(self) -> Iterator[Index]:
+        if self.draws.is_unused:
+            return
         indices = iter(self.source)
-        if self._draws.draw_seed() and self._draws.processes:
+        if self.draws.draw_seed() and self.draws.processes:
             indices = iter(self.source)
-        yield from self._draw(self._draws.walk(indices, size_of(self.source)))
+        yield from self._draw(self.draws.walk(indices, size_of(self.source)))
 
     def __len__(self) -> int:
         return len(self.source)

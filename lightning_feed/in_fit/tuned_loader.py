@@ -6,9 +6,17 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
-from lightning_feed.in_fit.replaced_loader import RestOfEpoch, end_workers, rest_of_epoch, with_setting
+from lightning_feed.in_fit.replaced_loader import (
+    RestOfEpoch,
+    draws_of,
+    end_workers,
+    follow,
+    rest_of_epoch,
+    with_setting,
+)
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import size_of
 from lightning_feed.load.probe import Probe
 from lightning_feed.load.settings import Setting
 
@@ -43,6 +51,8 @@ class TunedLoader:
         """Steps since then."""
         self._is_under_way = False
         """True from when Lightning makes the loader and its iterator until the epoch begins."""
+        self._latest: DataLoader[Batch] | None = None
+        """The loader that Lightning has; None before the first."""
         self._iterated: DataLoader[Batch] | None = None
         """The loader that yields the rest of this epoch; None if that is the Trainer's own loader."""
 
@@ -52,7 +62,15 @@ class TunedLoader:
         self._begin_to_watch()
         # Trials may find more workers than CPUs to be fastest: such workers wait for something other than CPUs.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        return with_setting(loader, self.setting)
+        made = with_setting(loader, self.setting)
+        draws = draws_of(made)
+        if self._latest is not None and loader is self.original:  # which is not iterated itself
+            follow(made, self._latest)
+        self._latest = made
+        # Lightning takes a batch in advance from a loader without a length.
+        if draws is not None and size_of(loader) is not None and _host.iterates_again(self._trainer):
+            draws.begin_unused()
+        return made
 
     def epoch_begins(self) -> None:
         """Note that the Trainer's own loader yields the epoch that begins, after all hooks of its start.
@@ -61,6 +79,9 @@ class TunedLoader:
         changed the dataset since then.
         """
         self._iterated = None
+        draws = None if self._latest is None else draws_of(self._latest)
+        if draws is not None:
+            draws.is_unused = False
         is_under_way = self._is_under_way
         self._is_under_way = False
         if is_under_way and self.adds_workers and self.has_changed():
@@ -106,7 +127,8 @@ class TunedLoader:
         iterated = loader if self._iterated is None else self._iterated
         self._begin_to_watch()
         rest = self._rest(iterated, setting)
-        _host.replace_train_loader(self._trainer, with_setting(loader, setting))
+        self._latest = with_setting(loader, setting)
+        _host.replace_train_loader(self._trainer, self._latest)
         if rest is None:
             return False
         self._replace_rest(iterated, rest)

@@ -362,7 +362,7 @@ class FeedLoader(DataLoader[Batch]):
 
     def _draw_seed(self) -> None:
         """Draw the seed that the replaced loader, if there is one, would draw for its workers."""
-        if self.draws is not None:
+        if self.draws is not None and not self.draws.is_unused:
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()
 

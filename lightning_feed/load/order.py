@@ -98,6 +98,22 @@ class DrawsOf:
         self._ahead = loader.num_workers * (loader.prefetch_factor or 1) + getattr(loader, "background", 0)
         self._once = self.processes and loader.persistent_workers
         self._drawn = False
+        self.is_unused = False
+        """True in a pass that is dropped before its first batch: it draws nothing."""
+
+    def follow(self, other: "DrawsOf") -> None:
+        """Go on after the passes of another clone of the same loader."""
+        self._drawn = other._drawn
+
+    def begin_unused(self) -> None:
+        """Draw now what the loader draws when a pass begins of which no batch is used; the clone's pass draws nothing.
+
+        Only where the loader itself draws no indices ahead: otherwise the clone's pass draws as many.
+        """
+        if not self._ahead:
+            with drawing_device(self.generator):
+                self.draw_seed()
+            self.is_unused = True
 
     def draw_seed(self) -> bool:
         """Draw the workers' seed for a pass. Returns False if the workers are alive already."""

@@ -341,6 +341,8 @@ class IndexSource:
 
     def _walk(self, position: Position | None) -> Iterator[Index]:
         assert position is not None, "indices were drawn outside of a pass"
+        if self.draws is not None and self.draws.is_unused:
+            return
         yield from self._indices_of(position)
         while (following := position.next_pass()) is not None:
             position = following
