@@ -333,7 +333,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
             proof = _prove(session, tuned)
     if proof is not None:
         tuned = proven(tuned, proof)
-    others_pct = others.others_pct(session.machine.usable_cpus) or 0.0
+    others_pct = max(tuned.others_pct, others.others_pct(session.machine.usable_cpus) or 0.0)
     tuned = replace(tuned, others_pct=others_pct, batch_size=tuned.batch_size or batch_size_of(loader))
     if tuned.whole and others_pct < OTHERS_PCT:
         Store().save(key, tuned, final=proof is not None)

@@ -12,8 +12,8 @@ class Comparison:
     """Compares settings by steps of training itself, one setting after the other, with the user's own.
 
     Args:
-        tuned: the result of the trials.
-        settings: the settings to compare with the user's, in this order.
+        tuned: the result of trials, or of an earlier fit.
+        settings: the settings to train with, in this order.
         step_ms: time of a step, in milliseconds.
         noise_ms: half the width of the 95 % interval of that time.
         measured: the setting in which this was measured; None for the user's own.

@@ -236,7 +236,8 @@ def new_bytes(count: int) -> Tensor:
     Returns:
         uint8, shape (count,), not initialised.
     """
-    allocated = _filled.allocate(count) if _filled is not None and count else None
+    slot = _filled
+    allocated = slot.allocate(count) if slot is not None and count else None
     return torch.empty(count, dtype=torch.uint8, device="cpu") if allocated is None else allocated
 
 

@@ -186,7 +186,8 @@ class ExperimentResults:
     out_of_time: bool = False
     """True if time ended the search for workers."""
     inconclusive: bool = False
-    """True if trials of numbers of workers did not imitate training, so that nothing follows from them."""
+    """True if nothing follows from trials of numbers of workers: they did not imitate training, or their turns
+    disagree."""
     why_chosen: str = ""
     """The reason for the choice among the tried settings, in one sentence."""
     own_fit_ms: float | None = None

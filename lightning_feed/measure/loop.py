@@ -153,8 +153,8 @@ class MeasuredLoop:
     def fetch_began(self) -> None:
         """Note that the loop requests a batch from the loaders.
 
-        A sample of waits begins and ends here: in a hook, a callback of the user may be within a
-        ``warnings.catch_warnings``, which ends before the sample does.
+        A sample of waits begins and ends here, because in a hook a callback of the user may be within a
+        ``warnings.catch_warnings``, which lasts until the next hook.
         """
         if self._waits is not None:
             self._sample_waits(self._waits)

@@ -600,6 +600,21 @@ def test_a_remembered_setting_is_compared_if_its_steps_take_another_time(
         assert f"{'goes back to' if kept == 3 else 'keeps'} num_workers={kept}" in goes
 
 
+def test_a_fit_that_soon_ends_keeps_a_remembered_setting(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison takes 20 steps with a setting that may be much slower."""
+    loaders = plain(batch_size=1, num_workers=1)
+    fit([AutotuneCallback(max_workers=3)], loaders, max_epochs=1)
+    monkeypatch.setattr(fit_tuning, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(fit_tuning, "_STEPS_LEFT", 21)
+    watching = Watching()
+    steps_ms = iter([20.0])
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", lambda run: next(steps_ms))
+    fit([callback := AutotuneCallback(max_workers=3), watching], loaders, max_epochs=1)
+    assert list(steps_ms) == []
+    assert watching.last == [3]
+    assert len(callback.moves) == 1
+
+
 def test_a_remembered_setting_that_training_has_not_compared_is_compared_now(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
