@@ -245,6 +245,7 @@ class AutotuneCallback(Callback):
 
     def _begin_epoch(self, original: Original, *args: Any) -> Any:
         if self._tuning is not None:
+            self._tuning.loader.use_next_pass()  # also if nothing is measured any more
             self._guard.measure(self._tuning.loader.epoch_begins)
         return original(*args)
 

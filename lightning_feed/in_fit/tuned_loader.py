@@ -72,6 +72,12 @@ class TunedLoader:
             draws.begin_unused()
         return made
 
+    def use_next_pass(self) -> None:
+        """Note that the next pass of the Trainer's loader is used: see :meth:`DrawsOf.begin_unused`."""
+        draws = None if self._latest is None else draws_of(self._latest)
+        if draws is not None:
+            draws.is_unused = False
+
     def epoch_begins(self) -> None:
         """Note that the Trainer's own loader yields the epoch that begins, after all hooks of its start.
 
@@ -79,9 +85,6 @@ class TunedLoader:
         changed the dataset since then.
         """
         self._iterated = None
-        draws = None if self._latest is None else draws_of(self._latest)
-        if draws is not None:
-            draws.is_unused = False
         is_under_way = self._is_under_way
         self._is_under_way = False
         if is_under_way and self.adds_workers and self.has_changed():

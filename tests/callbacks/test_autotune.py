@@ -810,6 +810,21 @@ def test_loaders_of_later_epochs_keep_the_order_of_samples(*, name: str, finds: 
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
 
 
+@pytest.mark.parametrize("name", ["plain, no workers", "ours, no workers, seeded"])
+def test_loaders_of_later_epochs_yield_all_batches_after_a_failure(
+    name: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(fit_tuning, "mean_step_ms", fail)
+    options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    expected, _, _ = fit([], LOADERS[name], **options)
+    changed, _, error = fit([AutotuneCallback(max_workers=3)], LOADERS[name], **options)
+    assert error is None
+    assert by_hook(changed.events) == by_hook(expected.events)
+
+
 def test_the_loader_of_a_second_fit_keeps_the_order_of_samples(trials: Trials) -> None:
     """Which goes on after the epochs of the first one."""
 
