@@ -102,6 +102,7 @@ from lightning_feed._host.wraps import (
     replace_in_class as replace_in_class,
     transfer_early as transfer_early,
     wrap_epoch_start as wrap_epoch_start,
+    wrap_train_set_up as wrap_train_set_up,
     wrap_train_source as wrap_train_source,
     wrap_transfer as wrap_transfer,
     wrap_validation_start as wrap_validation_start,

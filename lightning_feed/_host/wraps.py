@@ -116,6 +116,14 @@ def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
     return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
 
 
+def wrap_train_set_up(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
+    """Call ``around(original)`` in place of the function that makes a fit's loaders and their first iterators.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: _FitLoop.setup_data``).
+    """
+    return Wrap(trainer.fit_loop, "setup_data", around)
+
+
 def iterates_again(trainer: AnyTrainer) -> bool:
     """Return True if Lightning drops the iterators that it makes next, and makes others when the epoch begins.
 

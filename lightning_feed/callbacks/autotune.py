@@ -127,6 +127,7 @@ class AutotuneCallback(Callback):
         else:
             self._wraps = [
                 _host.wrap_train_source(trainer, self._count),
+                _host.wrap_train_set_up(trainer, self._set_up),
                 _host.Wrap(trainer.strategy, "process_dataloader", partial(self._process, trainer)),
                 _host.wrap_epoch_start(trainer, self._begin_epoch),
             ]
@@ -211,6 +212,13 @@ class AutotuneCallback(Callback):
         self._loaders = len(walk_loaders(structure))
         return structure
 
+    def _set_up(self, original: Original) -> Any:
+        try:
+            return original()
+        finally:
+            if self._tuning is not None:
+                self._tuning.loader.use_next_pass()
+
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:
         """Return the loader for Lightning to train with in place of the user's."""
         if trainer.training:
@@ -245,7 +253,6 @@ class AutotuneCallback(Callback):
 
     def _begin_epoch(self, original: Original, *args: Any) -> Any:
         if self._tuning is not None:
-            self._tuning.loader.use_next_pass()  # also if nothing is measured any more
             self._guard.measure(self._tuning.loader.epoch_begins)
         return original(*args)
 

@@ -412,8 +412,8 @@ class FitTuning:
             return
         comparison.note(measured.mean_ms, measured.noise_ms)
         if comparison.go_on():
-            self._train_with_next(comparison)
-            self._measure_anew(run)
+            if self._train_with_next(comparison):
+                self._measure_anew(run)
             return
         self._next = Phase.NOTHING
         proven = _proven(comparison)

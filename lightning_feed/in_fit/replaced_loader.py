@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import DrawsOf, size_of
+from lightning_feed.load.order import DrawsOf, drawing_device, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.cloning import clone_with, set_hand_over
@@ -93,7 +93,7 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     return RestOfEpoch(rest, iter(rest))
 
 
-def draws_of(clone: DataLoader[Batch]) -> DrawsOf | None:
+def _draws_of(clone: DataLoader[Batch]) -> DrawsOf | None:
     """Return the draws that a result of :func:`with_setting` repeats; None for another loader."""
     if isinstance(clone, FeedLoader):
         return clone.draws
@@ -101,10 +101,29 @@ def draws_of(clone: DataLoader[Batch]) -> DrawsOf | None:
     return sampler.draws if isinstance(sampler, SameDraws) else None
 
 
+def begin_unused(clone: DataLoader[Batch]) -> list[DrawsOf]:
+    """Draw now what the original loader draws when a pass begins of which no batch is used.
+
+    Only where the original draws no indices ahead: otherwise the clone's own pass draws as many.
+
+    Returns:
+        The draws whose passes yield nothing until their ``is_unused`` is False again; empty if there are none.
+    """
+    draws = _draws_of(clone)
+    if draws is None or draws.is_ahead:
+        return []
+    if not isinstance(clone, FeedLoader):  # whose sampler begins with the first index
+        iter(getattr(clone, _sampler_name(clone)).source)
+    with drawing_device(draws.generator):
+        draws.draw_seed()
+    draws.is_unused = True
+    return [draws]
+
+
 def follow(clone: DataLoader[Batch], latest: DataLoader[Batch]) -> None:
     """Have a clone go on after the latest pass of an earlier clone of the same loader."""
-    draws = draws_of(clone)
-    before = draws_of(latest)
+    draws = _draws_of(clone)
+    before = _draws_of(latest)
     if draws is not None and before is not None:
         draws.follow(before)
     if isinstance(clone, FeedLoader) and isinstance(latest, FeedLoader):

@@ -8,7 +8,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.in_fit.replaced_loader import (
     RestOfEpoch,
-    draws_of,
+    begin_unused,
     end_workers,
     follow,
     rest_of_epoch,
@@ -16,7 +16,7 @@ from lightning_feed.in_fit.replaced_loader import (
 )
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import size_of
+from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.probe import Probe
 from lightning_feed.load.settings import Setting
 
@@ -53,6 +53,8 @@ class TunedLoader:
         """True from when Lightning makes the loader and its iterator until the epoch begins."""
         self._latest: DataLoader[Batch] | None = None
         """The loader that Lightning has; None before the first."""
+        self._unused: list[DrawsOf] = []
+        """The draws of loaders whose next pass is dropped."""
         self._iterated: DataLoader[Batch] | None = None
         """The loader that yields the rest of this epoch; None if that is the Trainer's own loader."""
 
@@ -63,20 +65,18 @@ class TunedLoader:
         # Trials may find more workers than CPUs to be fastest: such workers wait for something other than CPUs.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         made = with_setting(loader, self.setting)
-        draws = draws_of(made)
         if self._latest is not None and loader is self.original:  # which is not iterated itself
             follow(made, self._latest)
         self._latest = made
         # Lightning takes a batch in advance from a loader without a length.
-        if draws is not None and size_of(loader) is not None and _host.iterates_again(self._trainer):
-            draws.begin_unused()
+        if size_of(loader) is not None and _host.iterates_again(self._trainer):
+            self._unused += begin_unused(made)
         return made
 
     def use_next_pass(self) -> None:
-        """Note that the next pass of the Trainer's loader is used: see :meth:`DrawsOf.begin_unused`."""
-        draws = None if self._latest is None else draws_of(self._latest)
-        if draws is not None:
-            draws.is_unused = False
+        """Note that Lightning has made its iterators, and uses those that it makes from here on."""
+        while self._unused:
+            self._unused.pop().is_unused = False
 
     def epoch_begins(self) -> None:
         """Note that the Trainer's own loader yields the epoch that begins, after all hooks of its start.
@@ -123,7 +123,7 @@ class TunedLoader:
             True if the rest of this epoch has the setting, too. False if the order of batches does not allow it.
         """
         if setting == self.setting:
-            self._begin_to_watch()
+            self._steps = 0  # the samples stay those with which the workers have started
             return True
         self.setting = setting
         (loader,) = _host.train_loaders(self._trainer)

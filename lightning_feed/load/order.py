@@ -105,15 +105,10 @@ class DrawsOf:
         """Go on after the passes of another clone of the same loader."""
         self._drawn = other._drawn
 
-    def begin_unused(self) -> None:
-        """Draw now what the loader draws when a pass begins of which no batch is used; the clone's pass draws nothing.
-
-        Only where the loader itself draws no indices ahead: otherwise the clone's pass draws as many.
-        """
-        if not self._ahead:
-            with drawing_device(self.generator):
-                self.draw_seed()
-            self.is_unused = True
+    @property
+    def is_ahead(self) -> bool:
+        """True if the loader draws indices before they are needed."""
+        return bool(self._ahead)
 
     def draw_seed(self) -> bool:
         """Draw the workers' seed for a pass. Returns False if the workers are alive already."""

@@ -178,6 +178,7 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
             warnings.filters = filters
             backend.set_sync_debug_mode(_OFF)
             warnings.filters = in_place
+        pattern.is_over = True
         for each in (filters, in_place):  # two, within a `catch_warnings` of the user, which puts ours back
             if isinstance(each, _Filters):
                 each.take_out()
@@ -235,9 +236,13 @@ class _Pattern:
     def __init__(self, thread: int, note: Callable[[FrameType], None]) -> None:
         self._thread = thread
         self._note = note
+        self.is_over = False
+        """True once the sample has ended. A context of the user may hold the filter for longer."""
 
     def match(self, text: str) -> bool:
         """Return True for torch's warnings of this mode, which nobody then sees."""
+        if self.is_over:
+            return False
         if text.startswith(_SYNCHRONISES):
             self.note(sys._getframe(1))
             return True
