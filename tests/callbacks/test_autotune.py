@@ -835,7 +835,9 @@ def test_loaders_of_later_epochs_keep_the_order_of_samples(*, name: str, finds: 
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
 
 
-@pytest.mark.parametrize("name", ["plain, no workers", "ours, no workers, seeded"])
+@pytest.mark.parametrize(
+    "name", ["plain, no workers", pytest.param("ours, no workers, seeded", marks=pytest.mark.nightly)]
+)
 def test_loaders_of_later_epochs_yield_all_batches_after_a_failure(
     name: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -850,7 +852,7 @@ def test_loaders_of_later_epochs_yield_all_batches_after_a_failure(
     assert by_hook(changed.events) == by_hook(expected.events)
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_start"])
+@pytest.mark.parametrize("hook", ["on_train_start", pytest.param("on_train_epoch_start", marks=pytest.mark.nightly)])
 def test_hooks_of_later_epochs_may_iterate_the_loader(hook: str, trials: Trials) -> None:
     counts: list[int] = []
 
@@ -963,7 +965,7 @@ def test_a_run_killed_after_a_move_resumes_exactly(tmp_path: Path, trials: Trial
         assert after == whole[len(before) :]
 
 
-@pytest.mark.parametrize("step", [MEASURED + 1, MEASURED + 2, 23])
+@pytest.mark.parametrize("step", [MEASURED + 2, *(pytest.param(step, marks=pytest.mark.nightly) for step in (5, 23))])
 def test_a_run_killed_within_the_epoch_of_a_move_resumes_exactly(step: int, tmp_path: Path, trials: Trials) -> None:
     """Other workers yield the rest of the epoch, and the checkpoint has their position."""
     options: dict[str, Any] = {"max_epochs": 2}
@@ -1077,10 +1079,10 @@ def recalled_on_a_node(rank: int, found: list[int], own: int, now_ms: float) -> 
 @pytest.mark.parametrize(
     ("found", "own", "now_ms", "last"),
     [
-        ([3, 1], 1, 8.0, [3, 1]),
         ([3, 1], 1, 80.0, [1, 1]),
-        ([3, 2], 1, 80.0, [1, 1]),
         ([3, 0], 0, 80.0, [0, 0]),
+        pytest.param([3, 1], 1, 8.0, [3, 1], marks=pytest.mark.nightly),
+        pytest.param([3, 2], 1, 80.0, [1, 1], marks=pytest.mark.nightly),
     ],
 )
 def test_nodes_that_remember_different_settings_compare_them_together(

@@ -139,8 +139,13 @@ def test_tune_measures_the_real_model_and_leaves_it_unchanged(tunes: Tunes) -> N
     ],
 )
 def test_results_are_remembered_unless_trials_or_their_proof_were_disturbed(
-    proof: Proof | None, disturbed: dict[str, Any], remembered: Setting | None, tunes: Tunes
+    proof: Proof | None,
+    disturbed: dict[str, Any],
+    remembered: Setting | None,
+    tunes: Tunes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tuning, "measure_work", lambda session: TrainingWork(step_s=0.01))
     vars(tunes).update(disturbed, proof=proof)
     trainer = Trainer(
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False
