@@ -34,6 +34,7 @@ from lightning_feed.measure.cpu_time import OtherPrograms
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.measure.rank_store import gather
+from lightning_feed.measure.windows import WARM_UP_STEPS
 from lightning_feed.trials.search import ALIKE, UNLIKE
 from lightning_feed.trials.time_left import MOST_S, TimeLeft
 from lightning_feed.trials.tune_loader import Key, Store, Tuned
@@ -42,7 +43,7 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
-_STEPS_LEFT = 10 * PROVING_STEPS
+_STEPS_LEFT = 10 * (WARM_UP_STEPS + PROVING_STEPS)
 """Steps left in the fit from which a remembered setting is compared, which takes a tenth of them, as trials may."""
 _CANNOT_TELL = "whose gain trials cannot tell"
 _CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"

@@ -34,6 +34,7 @@ from lightning_feed.in_fit.goal import (
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.machine.limits import read_machine
 from lightning_feed.machine.private_files import atomic_write
@@ -305,15 +306,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     Raises:
         SettingsError: other workers would change what is trained.
     """
-    why_not = why_fixed(loader)
-    if why_not:
-        raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
-    rehearsal = rehearsal_of(loader, goal.budget_s)
-    why_not = why_left_alone(loader, rehearsal)
-    if not why_not and fills_a_cache(loader, rehearsal):
-        why_not = KEEPS
-    if why_not:
-        raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
+    rehearsal = _rehearsed(loader, goal.budget_s)
     device = session.trainer.strategy.root_device
     goal = replace(goal, device_type=device.type, steps_per_epoch=steps_per_epoch(session.trainer, loader))
     others = OtherPrograms()
@@ -338,6 +331,24 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     if tuned.whole and others_pct < OTHERS_PCT:
         Store().save(key, tuned, final=proof is not None)
     return tuned
+
+
+def _rehearsed(loader: DataLoader[Batch], budget_s: float) -> Rehearsal:
+    """Return the rehearsal of a loader that may be tuned.
+
+    Raises:
+        SettingsError: other workers would change what is trained.
+    """
+    rehearsal = Rehearsal()
+    why_not = why_fixed(loader)
+    if not why_not:
+        rehearsal = rehearsal_of(loader, budget_s)
+        why_not = why_left_alone(loader, rehearsal)
+    if not why_not and fills_a_cache(loader, rehearsal):
+        why_not = KEEPS
+    if why_not:
+        raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
+    return rehearsal
 
 
 def _prove(session: Session, tuned: Tuned) -> Proof | None:

@@ -75,6 +75,13 @@ class ReadsBetweenSteps(Model):
         outputs["loss"].cpu()
 
 
+class ReadsInValidation(Model):
+    """Waits in each batch of a validation, and in no step."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.net.weight.sum().item()
+
+
 def line_of(owner: Any, text: str) -> int:
     """Number of the line with ``text`` in this file, in the source of ``owner``."""
     lines, first = inspect.getsourcelines(owner)
@@ -142,27 +149,19 @@ def test_no_step_is_sampled_during_the_warm_up() -> None:
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
 def test_waits_of_a_validation_are_found() -> None:
-    class Validates(Model):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.net.weight.sum().item()
-
     device = SimulatedDevice()
     starvation = GPUStarvationCallback(report=False)
-    evaluate(device, "validate", Validates(device), SimulatedLoader(device, STEPS), starvation)
+    evaluate(device, "validate", ReadsInValidation(device), SimulatedLoader(device, STEPS), starvation)
     [wait] = starvation.report("validate").measurements.facts.waits or ()
     assert wait.code == "self.net.weight.sum().item()"
 
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
 def test_a_training_step_is_not_charged_with_the_waits_of_the_validation_that_follows_it() -> None:
-    class Validates(Model):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.net.weight.sum().item()
-
     device = SimulatedDevice()
     starvation = GPUStarvationCallback(report=False)
     val = SimulatedLoader(device, 2)
-    fit(device, Validates(device), SimulatedLoader(device, 60), starvation, val=val, val_check_interval=3)
+    fit(device, ReadsInValidation(device), SimulatedLoader(device, 60), starvation, val=val, val_check_interval=3)
     assert starvation.report().measurements.facts.waits == ()
 
 
